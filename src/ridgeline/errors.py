@@ -1,0 +1,67 @@
+"""The errors a user can meet. Each message is one sentence that names what to change.
+
+RidgelineError            the base; the command line prints it and exits with 2
+├─ ConfigError            a setting, preset, key or file of settings that cannot be
+├─ DataError              a data set, checksum, shard or demonstration that cannot be used
+├─ CheckpointError        a checkpoint that is missing, corrupt, foreign or of another config
+├─ UnsupportedError       an implementation, precision or device that cannot run here
+├─ MissingExtraError      an optional dependency that is not installed
+└─ WorkerError            a worker process that died, hung or refused its work
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class RidgelineError(Exception):
+    """Base of every error that a user can cause or cure."""
+
+
+class ConfigError(RidgelineError, ValueError):
+    """A setting that cannot be."""
+
+
+class DataError(RidgelineError):
+    """A data set that cannot be used."""
+
+
+class CheckpointError(RidgelineError):
+    """A checkpoint that cannot be used."""
+
+
+class UnsupportedError(RidgelineError, ValueError):
+    """An implementation, precision, shape or device that cannot run here, with the reason."""
+
+
+class MissingExtraError(RidgelineError, ImportError):
+    """An optional dependency that is not installed."""
+
+
+class WorkerError(RidgelineError, RuntimeError):
+    """A worker process that died, hung or refused its work."""
+
+
+def nearest(name: str, known: Iterable[str], kind: str) -> str:
+    """The sentence for a mistyped name: `unknown KIND 'name'; did you mean …?`."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(options)}"
+    return f"unknown {kind} {name!r}; {hint}"
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say which extra installs it.
+
+    Raises:
+        MissingExtraError: the module is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{module} is not installed; install it with: pip install 'ridgeline[{extra}]'"
+        ) from error
