@@ -1,0 +1,186 @@
+"""The trunk: pre-norm Transformer blocks in plain PyTorch, the specification of every fast path.
+
+    x ← x + dropout(out(attention(norm₁(x))))
+    x ← x + dropout(down(gelu(up(norm₂(x)))))
+
+Implementations (`impl`):
+    reference   explicit attention in the tensors' dtype; dropout masks from the counter of ops.dropout
+    torch       what a PyTorch expert writes: scaled_dot_product_attention and F.dropout (PyTorch's own masks)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ridgeline.errors import ConfigError, UnsupportedError, nearest
+from ridgeline.models.config import DecoderConfig
+from ridgeline.ops.attention.reference import attention_reference, skew
+from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+
+IMPLEMENTATIONS = ("reference", "torch")
+EMBEDDING_SITE = 0
+
+
+def check_impl(impl: str) -> str:
+    """`impl` itself if there is such an implementation."""
+    if impl not in IMPLEMENTATIONS:
+        raise UnsupportedError(nearest(impl, IMPLEMENTATIONS, "implementation"))
+    return impl
+
+
+def dropout_sites(layer: int) -> tuple[int, int, int]:
+    """Site numbers of a block's dropouts: attention probabilities, attention output, MLP output."""
+    return 3 * layer + 1, 3 * layer + 2, 3 * layer + 3
+
+
+class Dropout(nn.Module):
+    """Dropout of a (B, T, C) tensor at one site of the model."""
+
+    def __init__(self, p: float, site: int, impl: str) -> None:
+        super().__init__()
+        self.p, self.site, self.impl = p, site, impl
+
+    def forward(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
+        if not self.training or self.p == 0:
+            return x_BTC
+        if self.impl == "torch":
+            return F.dropout(x_BTC, self.p)
+        assert dropout is not None
+        B, T, C = x_BTC.shape
+        keep_BTC = hidden_keep(dropout, self.site, (B, T, C), self.p, x_BTC.device)
+        return x_BTC * keep_BTC * quantise(self.p)[1]
+
+
+def make_norm(config: DecoderConfig, width: int) -> nn.Module:
+    """The config's norm over `width` numbers."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(width, eps=config.norm_eps)
+    return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads and an optional relative term."""
+
+    def __init__(self, config: DecoderConfig, layer: int, impl: str) -> None:
+        super().__init__()
+        self.config, self.impl = config, impl
+        self.site, out_site, _ = dropout_sites(layer)
+        self.qkv = nn.Linear(config.width, config.qkv_width, bias=config.bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.bias)
+        self.relative: nn.Parameter | None = None
+        if config.positions == "relative":
+            self.relative = nn.Parameter(torch.empty(config.table_rows, config.head_dim))
+        self.dropout = Dropout(config.dropout, out_site, impl)
+
+    def split(self, qkv_BTN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of the joint projection: q (B, T, H, D), k and v (B, T, G, D)."""
+        c = self.config
+        B, T, _ = qkv_BTN.shape
+        q, k, v = qkv_BTN.split([c.heads * c.head_dim, c.groups * c.head_dim, c.groups * c.head_dim], dim=-1)
+        return (
+            q.view(B, T, c.heads, c.head_dim),
+            k.view(B, T, c.groups, c.head_dim),
+            v.view(B, T, c.groups, c.head_dim),
+        )
+
+    def forward(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
+        q_BTHD, k_BTGD, v_BTGD = self.split(self.qkv(x_BTC))
+        p = self.config.dropout if self.training else 0.0
+        scale = 1.0 / math.sqrt(self.config.head_dim)
+        table_RD = None if self.relative is None else self.relative.to(q_BTHD.dtype)
+        if self.impl == "torch":
+            mixed_BTHD = _sdpa(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, p)
+        else:
+            mixed_BTHD = attention_reference(
+                q_BTHD, k_BTGD, v_BTGD, table_RD, scale=scale, p=p, dropout=dropout, site=self.site
+            )
+        return self.dropout(self.out(mixed_BTHD.flatten(2)), dropout)
+
+
+def _sdpa(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, scale: float, p: float) -> Tensor:
+    T, repeat = q_BTHD.shape[1], q_BTHD.shape[2] // k_BTGD.shape[2]
+    q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
+    if repeat > 1:  # expanded, because grouped heads can fall to the MATH backend
+        k_BHTD, v_BHTD = (x.repeat_interleave(repeat, dim=1) for x in (k_BHTD, v_BHTD))
+    bias_BHTT = None
+    if table_RD is not None:
+        future = torch.ones(T, T, dtype=torch.bool, device=q_BTHD.device).triu(1)
+        bias_BHTT = (skew(q_BHTD @ table_RD[-T:].t()) * scale).masked_fill(future, float("-inf"))
+    mixed_BHTD = F.scaled_dot_product_attention(
+        q_BHTD, k_BHTD, v_BHTD, attn_mask=bias_BHTT, dropout_p=p, is_causal=bias_BHTT is None, scale=scale
+    )
+    return mixed_BHTD.transpose(1, 2)
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU."""
+
+    def __init__(self, config: DecoderConfig, layer: int, impl: str) -> None:
+        super().__init__()
+        self.approximate = "tanh" if config.gelu == "tanh" else "none"
+        self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
+        self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
+        self.dropout = Dropout(config.dropout, dropout_sites(layer)[2], impl)
+
+    def forward(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
+        hidden_BTF = F.gelu(self.up(x_BTC), approximate=self.approximate)
+        return self.dropout(self.down(hidden_BTF), dropout)
+
+
+class Block(nn.Module):
+    """One pre-norm block."""
+
+    def __init__(self, config: DecoderConfig, layer: int, impl: str) -> None:
+        super().__init__()
+        self.norm_1 = make_norm(config, config.width)
+        self.attention = Attention(config, layer, impl)
+        self.norm_2 = make_norm(config, config.width)
+        self.mlp = MLP(config, layer, impl)
+
+    def forward(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.norm_1(x_BTC), dropout)
+        return x_BTC + self.mlp(self.norm_2(x_BTC), dropout)
+
+
+class Decoder(nn.Module):
+    """Positions, dropout, blocks, final norm: (B, T, C) → (B, T, C).
+
+    With dropout, `impl="reference"` and training mode, each call draws its masks from `dropout`; without one
+    it uses a state of its own that advances by a step at every call, so that any PyTorch loop is right.
+    """
+
+    seed_step: Tensor
+
+    def __init__(self, config: DecoderConfig, *, impl: str = "torch") -> None:
+        super().__init__()
+        self.config, self.impl = config, check_impl(impl)
+        self.positions: nn.Parameter | None = None
+        if config.positions == "learned":
+            self.positions = nn.Parameter(torch.empty(config.table_rows, config.width))
+        self.dropout = Dropout(config.dropout, EMBEDDING_SITE, impl)
+        self.blocks = nn.ModuleList(Block(config, layer, impl) for layer in range(config.layers))
+        self.norm = make_norm(config, config.width)
+        self.register_buffer("seed_step", torch.tensor([torch.initial_seed() % 2**63, 0]), persistent=False)
+
+    def next_dropout(self) -> DropoutState:
+        """The masks of the next step of a loop that does not manage them itself."""
+        state = DropoutState(self.seed_step.clone())
+        self.seed_step[1] += 1
+        return state
+
+    def forward(self, x_BTC: Tensor, dropout: DropoutState | None = None) -> Tensor:
+        T = x_BTC.shape[1]
+        if self.config.context < T:
+            raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
+        if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
+            dropout = self.next_dropout()
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions[:T].to(x_BTC.dtype)
+        x_BTC = self.dropout(x_BTC, dropout)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, dropout)
+        return self.norm(x_BTC)
