@@ -1,0 +1,181 @@
+// Hopper's own instructions: mbarriers, the bulk tensor copy engine, wgmma, register reallocation.
+#pragma once
+#include "ridgeline/common.cuh"
+
+namespace rl {
+
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+
+// ---- mbarriers (addresses in shared memory)
+RL_D void barrier_init(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+RL_D void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+RL_D void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+RL_D void barrier_expect(u32 barrier, u32 bytes) {  // one arrival, and `bytes` more to come from the copy engine
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+RL_D void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@done bra end_%=;\nbra again_%=;\nend_%=:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// ---- bulk tensor copies; coordinates innermost first
+RL_D void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+RL_D void copy_2d(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          destination), "l"(map), "r"(x), "r"(y), "r"(barrier) : "memory");
+}
+RL_D void copy_3d(u32 destination, const TensorMap* map, int x, int y, int z, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier) : "memory");
+}
+RL_D void copy_4d(u32 destination, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(
+          destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier) : "memory");
+}
+RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x), "r"(y),
+               "r"(source) : "memory");
+}
+RL_D void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int PENDING>
+RL_D void store_wait_read() {  // until the sources of all but PENDING groups may be written again
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+template <int PENDING>
+RL_D void store_wait() {  // until all but PENDING groups are in memory
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+// In every thread that wrote shared memory with ordinary stores, before the barrier after which wgmma or a copy reads it.
+RL_D void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- registers of a warpgroup
+template <int COUNT>
+RL_D void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+RL_D void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// ---- shared memory matrices
+RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d) : "memory");
+}
+RL_D void load_matrices(u32 (&m)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+RL_D void load_matrices_transposed(u32 (&m)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(address) : "memory");
+}
+
+// ---- wgmma: D[64, N] (+)= A[64, 16] · B[N, 16]ᵀ, fp32 accumulators, operands in shared memory under the 128-byte swizzle.
+//
+// Thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds in d[4 j + 2 h + e] the element of row
+// 16 w + l / 4 + 8 h and column 8 j + 2 (l % 4) + e.
+//
+// Operand tiles, each starting at a multiple of 1024 bytes (a base inside one is fine where noted):
+//   K-major  (TRANSPOSED = 0): rows of 64 elements of K; the next 16 of K are 32 bytes further; operand_k_major.
+//   MN-major (TRANSPOSED = 1): rows of one K, 64 elements of M or N; 64 more of M or N lie `stride` bytes further;
+//            the next 16 of K are 16 · 128 bytes further; operand_mn_major.
+RL_D u64 operand_k_major(u32 address) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+RL_D u64 operand_mn_major(u32 address, u32 stride) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(stride >> 4) << 16) | (64ull << 32) | (1ull << 62);
+}
+RL_D void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+RL_D void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+RL_D void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+// Keeps the compiler from moving uses of accumulators across a wait.
+template <int COUNT>
+RL_D void wgmma_touch(float (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define RL_REGISTERS_16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define RL_REGISTERS_32 RL_REGISTERS_16 ", " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define RL_REGISTERS_64 RL_REGISTERS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define RL_REGISTERS_128 RL_REGISTERS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define RL_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define RL_OUT_16(d, i) RL_OUT_4(d, i), RL_OUT_4(d, i + 4), RL_OUT_4(d, i + 8), RL_OUT_4(d, i + 12)
+#define RL_OUT_32(d, i) RL_OUT_16(d, i), RL_OUT_16(d, i + 16)
+#define RL_OUT_64(d, i) RL_OUT_32(d, i), RL_OUT_32(d, i + 32)
+#define RL_OUT_128(d, i) RL_OUT_64(d, i), RL_OUT_64(d, i + 64)
+
+// wgmma<N, TRANSPOSED_A, TRANSPOSED_B>(d, a, b, accumulate): both operands in shared memory.
+// wgmma_registers<N, TRANSPOSED_B>(d, a[4], b, accumulate): A in registers, 16 columns of it as packed pairs
+//   (row l / 4, columns 2 (l % 4)), (row + 8, same), (row, columns + 8), (row + 8, columns + 8).
+template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
+struct Wgmma;
+template <int N, int TRANSPOSED_B>
+struct WgmmaRegisters;
+#define RL_WGMMA(N, COUNT, P0, P1, P2, P3, P4)                                                                          \
+  template <int TRANSPOSED_A, int TRANSPOSED_B>                                                                       \
+  struct Wgmma<N, TRANSPOSED_A, TRANSPOSED_B> {                                                                       \
+    static RL_D void run(float (&d)[COUNT], u64 a, u64 b, int accumulate) {                                           \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P2 ", 0;\n"                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." RL_MMA_TYPE "." RL_MMA_TYPE                      \
+                   " {" RL_REGISTERS_##COUNT "}, %" #P0 ", %" #P1 ", p, 1, 1, %" #P3 ", %" #P4 ";\n}"                 \
+                   : RL_OUT_##COUNT(d, 0) : "l"(a), "l"(b), "r"(accumulate), "n"(TRANSPOSED_A), "n"(TRANSPOSED_B));   \
+    }                                                                                                                 \
+  };
+#define RL_WGMMA_REGISTERS(N, COUNT, P0, P1, P2, P3, P4, P5, P6)                                                        \
+  template <int TRANSPOSED_B>                                                                                         \
+  struct WgmmaRegisters<N, TRANSPOSED_B> {                                                                            \
+    static RL_D void run(float (&d)[COUNT], const u32 (&a)[4], u64 b, int accumulate) {                               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #P5 ", 0;\n"                                                  \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." RL_MMA_TYPE "." RL_MMA_TYPE                      \
+                   " {" RL_REGISTERS_##COUNT "}, {%" #P0 ", %" #P1 ", %" #P2 ", %" #P3 "}, %" #P4 ", p, 1, 1, %" #P6  \
+                   ";\n}"                                                                                             \
+                   : RL_OUT_##COUNT(d, 0)                                                                             \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED_B));         \
+    }                                                                                                                 \
+  };
+RL_WGMMA(32, 16, 16, 17, 18, 19, 20)
+RL_WGMMA_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22)
+RL_WGMMA(64, 32, 32, 33, 34, 35, 36)
+RL_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38)
+RL_WGMMA(128, 64, 64, 65, 66, 67, 68)
+RL_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 70)
+RL_WGMMA(256, 128, 128, 129, 130, 131, 132)
+RL_WGMMA_REGISTERS(256, 128, 128, 129, 130, 131, 132, 133, 134)
+
+template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
+RL_D void wgmma(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
+  Wgmma<N, TRANSPOSED_A, TRANSPOSED_B>::run(d, a, b, accumulate);
+}
+template <int N, int TRANSPOSED_B>
+RL_D void wgmma_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {
+  WgmmaRegisters<N, TRANSPOSED_B>::run(d, a, b, accumulate);
+}
+
+}  // namespace rl
