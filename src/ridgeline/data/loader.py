@@ -1,0 +1,145 @@
+"""Batches of windows: shuffled ones to train on, resumable to the bit, and all held-out ones in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ridgeline.data.games import GameData
+from ridgeline.data.order import Order
+from ridgeline.data.text import TextData
+from ridgeline.data.window import WindowSpec
+from ridgeline.data.windows import GameWindows, TextWindows, Windows
+from ridgeline.errors import ConfigError, DataError
+
+
+def windows_of(data: TextData | GameData, window: WindowSpec) -> Windows:
+    """The windows that `window` makes of a data set."""
+    return TextWindows(data, window) if isinstance(data, TextData) else GameWindows(data, window)
+
+
+class Batches:
+    """An endless, seeded sequence of training batches.
+
+    Sample n of the sequence depends on the seed and n alone. So the batch of a step is the same whether it is taken
+    whole, as two lanes or in parts for gradient accumulation, and the position in the data is one number.
+
+    Args:
+        data: a text or games.
+        window: what a window is.
+        batch: windows a batch (B).
+        seed: of the shuffle.
+    """
+
+    def __init__(self, data: TextData | GameData, window: WindowSpec, *, batch: int, seed: int = 0) -> None:
+        if batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {batch}")
+        if not 0 <= seed < 1 << 63:
+            raise ConfigError(f"seed must be 0 to 2^63 − 1, got {seed}")
+        self.windows = windows_of(data, window)
+        self.batch = batch
+        self.position = 0
+        self._order = Order(self.windows.train_windows, seed)
+
+    def next(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """The next batch.
+
+        Args:
+            out: CPU tensors to write to (pinned ones, say), of the batch's names and shapes and any dtype that holds
+                the values; without them new ones are made: int64, numbers float32.
+
+        Returns:
+            For text {"tokens": [B, T], "targets": [B, T]}; for games {"categories": [B, T, columns],
+            "numbers": [B, T, N], "previous": [B, T, heads], "targets": [B, T, heads]}, without categories or numbers
+            where the game has none. Targets of −100 do not count.
+        """
+        index_B, word_B = self._order.at(self.position, self.batch)
+        batch = _gather(self.windows, *self.windows.train(index_B, word_B), out)
+        self.position += self.batch
+        return batch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while True:
+            yield self.next()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the data, for JSON."""
+        return {
+            "position": self.position,
+            "seed": self._order.seed,
+            "window": dataclasses.asdict(self.windows.window),
+            "fingerprint": self.windows.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            DataError: it was taken from other data, windows or another seed.
+        """
+        own = self.state_dict()
+        for field in ("fingerprint", "window", "seed"):
+            if state[field] != own[field]:
+                raise DataError(
+                    f"the run was on other data or windows ({field}: expected {state[field]}, got {own[field]}); resume with the "
+                    "same data or start anew from the weights"
+                )
+        self.position = int(state["position"])
+
+
+class Validation:
+    """All windows of the held-out part, each token or frame counted once, in the same order every time.
+
+    Args:
+        data: a text or games.
+        window: what a window is.
+        batch: windows a batch (B); the last one is filled up with windows that do not count, so that every batch has
+            the same shape.
+    """
+
+    def __init__(self, data: TextData | GameData, window: WindowSpec, *, batch: int) -> None:
+        if batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {batch}")
+        self.windows = windows_of(data, window)
+        self.batch = batch
+        self._start_N, self._count_N = self.windows.validation()
+
+    @property
+    def positions(self) -> int:
+        """Positions that count: held-out tokens, or held-out frames that have a target."""
+        return int(self._count_N.sum())
+
+    def __len__(self) -> int:
+        return -(-len(self._start_N) // self.batch)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        missing = len(self) * self.batch - len(self._start_N)
+        start_N = np.pad(self._start_N, (0, missing), mode="edge")
+        count_N = np.pad(self._count_N, (0, missing))
+        for first in range(0, len(start_N), self.batch):
+            part = slice(first, first + self.batch)
+            yield _gather(self.windows, start_N[part], count_N[part], None)
+
+
+def _gather(
+    windows: Windows, start_B: NDArray[np.int64], count_B: NDArray[np.int64], out: dict[str, Tensor] | None
+) -> dict[str, Tensor]:
+    shape = (len(start_B), windows.window.context)
+    if out is None:
+        out = {
+            name: torch.from_numpy(np.empty(shape + inner, dtype=dtype))
+            for name, (inner, dtype) in windows.fields.items()
+        }
+    else:
+        for name, (inner, _) in windows.fields.items():
+            if name not in out or tuple(out[name].shape) != shape + inner:
+                found = f"shape {list(out[name].shape)}" if name in out else "none"
+                raise ConfigError(f"out needs {name} of shape {list(shape + inner)}, got {found}")
+    windows.gather(start_B, count_B, {name: out[name].numpy() for name in windows.fields})
+    return out
