@@ -1,0 +1,50 @@
+"""The second stage of a column sum: partials, one row a program, added in a fixed order into an fp32 buffer.
+
+A backward kernel that sums over rows (scale, bias, table gradients) leaves its program's part in one row of
+`partials_PW`. Several kernels may fill different columns of one such matrix, so that a whole block needs one launch
+of this; `index_W` then says where each column belongs in the flat gradient.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["P", "W"])
+def column_sums_kernel(
+    partials_ptr, out_ptr, index_ptr, stride, P, W,
+    ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    """out[index[w]] (+)= Σ_p partials[p, w]."""
+    column = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    inside = column < W
+    rows = tl.arange(0, BLOCK_P)
+    sums = tl.zeros((BLOCK_P, BLOCK_W), dtype=tl.float32)
+    for first in range(0, P, BLOCK_P):
+        row = first + rows
+        address = partials_ptr + (row * stride)[:, None] + column[None, :]
+        sums += tl.load(address, mask=(row < P)[:, None] & inside[None, :], other=0.0)
+    total = tl.sum(sums, axis=0)
+    target = column
+    if index_ptr is not None:
+        target = tl.load(index_ptr + column, mask=inside, other=0)
+    if ACCUMULATE:
+        total += tl.load(out_ptr + target, mask=inside, other=0.0)
+    tl.store(out_ptr + target, total, mask=inside)
+
+
+def column_sums_raw(
+    partials_PW: Tensor, out: Tensor, index_W: Tensor | None = None, *, accumulate: bool = True, warps: int = 4
+) -> None:
+    """Add (or write) the column sums of fp32 `partials_PW` into fp32 `out`, at `index_W` where given (int32).
+
+    Rows of `partials_PW` may be strided; its columns are contiguous. Bitwise the same on every run.
+    """
+    P, W = partials_PW.shape
+    block_p, block_w = 64, 16 if W <= 4096 else 64
+    column_sums_kernel[(triton.cdiv(W, block_w),)](
+        partials_PW, out, index_W, partials_PW.stride(0), P, W,
+        ACCUMULATE=accumulate, BLOCK_P=block_p, BLOCK_W=block_w, num_warps=warps,
+    )  # fmt: skip

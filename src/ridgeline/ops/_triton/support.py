@@ -1,0 +1,112 @@
+"""Whether Triton can run here, checks of arguments, and the arithmetic of launches. Imports no Triton by itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import UnsupportedError
+
+STORAGE = (torch.float32, torch.bfloat16, torch.float16)
+INTERPRETED_PROGRAMS = 3  # "processors" of the interpreter: few, and odd, so that work divides unevenly in tests
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched.
+
+    Attributes:
+        rows: rows of a tile.
+        warps: warps of a program.
+        per_processor: programs a multiprocessor, where a kernel loops over tiles.
+        columns: columns of a tile, where a tile does not hold a whole row.
+    """
+
+    rows: int
+    warps: int
+    per_processor: int = 4
+    columns: int = 1024
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on `device`, or None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; install it with: pip install triton"
+    if interpreting():
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA card, got device {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"Triton kernels need compute capability 8.0 or newer, this card has {major}.{minor}"
+    return None
+
+
+def demand(reason: str | None, impl: str) -> None:
+    """Raise UnsupportedError when there is a reason why `impl` cannot run."""
+    if reason is not None:
+        raise UnsupportedError(f"impl={impl!r} cannot run here: {reason}")
+
+
+def unknown_impl(impl: str, known: tuple[str, ...]) -> str | None:
+    """The reason that an implementation's name is not known, or None."""
+    return None if impl in known else f"it is not one of {', '.join(known)}"
+
+
+def check_storage(**tensors: Tensor | None) -> None:
+    """Every tensor given is contiguous and of a storage dtype (fp32, bf16, fp16).
+
+    Raises:
+        UnsupportedError: with the tensor's name, what was expected and what came.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in STORAGE:
+            raise UnsupportedError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise UnsupportedError(
+                f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
+            )
+
+
+def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
+    """A given tensor has the expected shape.
+
+    Raises:
+        UnsupportedError: with expected and got.
+    """
+    if tensor is not None and tuple(tensor.shape) != expected:
+        raise UnsupportedError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def grid_rows(n: int, rows: int) -> int:
+    """Programs that cover `n` rows, `rows` each."""
+    return -(-n // rows)
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a card; a small odd number where kernels are interpreted."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return _processors(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,0 +1,223 @@
+"""LayerNorm and RMSNorm in Triton: one pass forward, one pass backward, both able to carry the residual stream.
+
+Bytes a token and column in 16-bit storage: forward alone 4, joined 8; backward alone 6, joined 8, with dropout in the
+branch 10. Sums over rows leave one row of partials a program (fp32); `column_sums_raw` adds them in a fixed order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
+from ridgeline.ops.dropout.reference import DropoutState, quantise
+from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
+from ridgeline.ops.norm.reference import NormKind
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset", "N"])
+def norm_forward_kernel(
+    branch_ptr, branch_bias_ptr, residual_ptr, weight_ptr, bias_ptr, r_ptr, h_ptr, mean_ptr, rstd_ptr,
+    seed_step_ptr, site, sample_offset, N, T, scale, eps,
+    C: tl.constexpr, RMS: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """r = residual + dropout(branch + branch_bias), where r_ptr is given; h = norm(r); mean and rstd are saved."""
+    tile = tl.program_id(0)
+    column_C = tl.arange(0, BLOCK_C)
+    row_R = tile * ROWS + tl.arange(0, ROWS)
+    base = tl.cast(tile, tl.int64) * (ROWS * C)
+    offset_RC = (tl.arange(0, ROWS) * C)[:, None] + column_C[None, :]
+    inside_C = column_C < C
+    inside_RC = (row_R < N)[:, None] & inside_C[None, :]
+
+    x_RC = tl.load(branch_ptr + base + offset_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    if r_ptr is not None:
+        if residual_ptr is not None:
+            residual_RC = tl.load(residual_ptr + base + offset_RC, mask=inside_RC, other=0.0)
+        if branch_bias_ptr is not None:
+            x_RC += tl.load(branch_bias_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+        if THRESHOLD > 0:
+            key_0, key_1 = site_keys(seed_step_ptr, site)
+            keep_RC = hidden_keep_tile(key_0, key_1, sample_offset, row_R, column_C, T, C, THRESHOLD)
+            x_RC = tl.where(keep_RC, x_RC * scale, 0.0)
+        if residual_ptr is not None:
+            x_RC += residual_RC.to(tl.float32)
+        stored_RC = x_RC.to(r_ptr.dtype.element_ty)
+        tl.store(r_ptr + base + offset_RC, stored_RC, mask=inside_RC)
+        x_RC = tl.where(inside_C[None, :], stored_RC.to(tl.float32), 0.0)
+
+    if not RMS:
+        mean_R = tl.sum(x_RC, axis=1) / C
+        x_RC = tl.where(inside_C[None, :], x_RC - mean_R[:, None], 0.0)
+        tl.store(mean_ptr + row_R, mean_R, mask=row_R < N)
+    rstd_R = 1.0 / tl.sqrt(tl.sum(x_RC * x_RC, axis=1) / C + eps)
+    tl.store(rstd_ptr + row_R, rstd_R, mask=row_R < N)
+    h_RC = x_RC * rstd_R[:, None] * tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        h_RC += tl.load(bias_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    tl.store(h_ptr + base + offset_RC, h_RC.to(h_ptr.dtype.element_ty), mask=inside_RC)
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset", "N"])
+def norm_backward_kernel(
+    dh_ptr, r_ptr, weight_ptr, mean_ptr, rstd_ptr, dresidual_ptr, dr_ptr, dbranch_ptr, partials_ptr, partials_stride,
+    seed_step_ptr, site, sample_offset, N, T, scale,
+    C: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient."""
+    column_C = tl.arange(0, BLOCK_C)
+    inside_C = column_C < C
+    offset_RC = (tl.arange(0, ROWS) * C)[:, None] + column_C[None, :]
+    weight_C = tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
+    if THRESHOLD > 0:
+        key_0, key_1 = site_keys(seed_step_ptr, site)
+    dweight_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
+    dbias_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
+    dbranch_bias_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
+
+    for tile in range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0)):
+        row_R = tile * ROWS + tl.arange(0, ROWS)
+        base = tl.cast(tile, tl.int64) * (ROWS * C)
+        inside_R = row_R < N
+        inside_RC = inside_R[:, None] & inside_C[None, :]
+        dh_RC = tl.load(dh_ptr + base + offset_RC, mask=inside_RC, other=0.0).to(tl.float32)
+        x_RC = tl.load(r_ptr + base + offset_RC, mask=inside_RC, other=0.0).to(tl.float32)
+        if dresidual_ptr is not None:
+            dresidual_RC = tl.load(dresidual_ptr + base + offset_RC, mask=inside_RC, other=0.0)
+        rstd_R = tl.load(rstd_ptr + row_R, mask=inside_R, other=0.0)
+        if not RMS:
+            mean_R = tl.load(mean_ptr + row_R, mask=inside_R, other=0.0)
+            x_RC = tl.where(inside_C[None, :], x_RC - mean_R[:, None], 0.0)
+        x_RC *= rstd_R[:, None]
+
+        dweight_RC += dh_RC * x_RC
+        if BIAS:
+            dbias_RC += dh_RC
+        dx_RC = dh_RC * weight_C[None, :]
+        inner_R = tl.sum(dx_RC * x_RC, axis=1) / C
+        if not RMS:
+            dx_RC -= (tl.sum(dx_RC, axis=1) / C)[:, None]
+        dr_RC = (dx_RC - x_RC * inner_R[:, None]) * rstd_R[:, None]
+        if dresidual_ptr is not None:
+            dr_RC += dresidual_RC.to(tl.float32)
+        if dr_ptr is not None:
+            tl.store(dr_ptr + base + offset_RC, dr_RC.to(dr_ptr.dtype.element_ty), mask=inside_RC)
+        if THRESHOLD > 0:
+            keep_RC = hidden_keep_tile(key_0, key_1, sample_offset, row_R, column_C, T, C, THRESHOLD)
+            dr_RC = tl.where(keep_RC, dr_RC * scale, 0.0)
+        if dbranch_ptr is not None:
+            tl.store(dbranch_ptr + base + offset_RC, dr_RC.to(dbranch_ptr.dtype.element_ty), mask=inside_RC)
+        if BRANCH_BIAS:
+            dbranch_bias_RC += tl.where(inside_R[:, None], dr_RC, 0.0)
+
+    out_ptr = partials_ptr + tl.program_id(0) * partials_stride + column_C
+    tl.store(out_ptr, tl.sum(dweight_RC, axis=0), mask=inside_C)
+    if BIAS:
+        out_ptr += C
+        tl.store(out_ptr, tl.sum(dbias_RC, axis=0), mask=inside_C)
+    if BRANCH_BIAS:
+        out_ptr += C
+        tl.store(out_ptr, tl.sum(dbranch_bias_RC, axis=0), mask=inside_C)
+
+
+def forward_config(N: int, C: int) -> Launch:
+    """The launch of the forward kernel for N rows of C."""
+    return Launch(rows=max(1, min(8, 1024 // power_of_two(C))), warps=1 if C <= 1024 else 8)
+
+
+def backward_config(N: int, C: int) -> Launch:
+    """The launch of the backward kernel for N rows of C."""
+    return Launch(rows=max(1, min(4, 1024 // power_of_two(C))), warps=4 if C <= 1024 else 8, per_processor=4)
+
+
+def partial_rows(N: int, C: int, tensor: Tensor, config: Launch | None = None) -> int:
+    """Rows of partials (programs) of a backward launch on the tensor's card."""
+    config = config or backward_config(N, C)
+    return min(grid_rows(N, config.rows), config.per_processor * processors(tensor.device))
+
+
+def norm_forward_raw(
+    x_NC: Tensor,
+    weight_C: Tensor,
+    bias_C: Tensor | None,
+    h_NC: Tensor,
+    mean_N: Tensor | None,
+    rstd_N: Tensor,
+    *,
+    eps: float,
+    kind: NormKind,
+    r_NC: Tensor | None = None,
+    residual_NC: Tensor | None = None,
+    branch_bias_C: Tensor | None = None,
+    T: int = 1,
+    p: float = 0.0,
+    dropout: DropoutState | None = None,
+    site: int = 0,
+    config: Launch | None = None,
+) -> None:
+    """Normalise `x_NC` into `h_NC`; with `r_NC` given, x is a branch and the joined form runs. Allocates nothing.
+
+    Args:
+        x_NC: input, or the branch's output before bias and dropout; contiguous.
+        weight_C: scale. `bias_C`: shift, or None.
+        h_NC: normalised output. `mean_N`, `rstd_N`: fp32 statistics (mean unused and None for RMSNorm).
+        r_NC: where the new residual goes; may be `residual_NC` or `x_NC` itself.
+        residual_NC: the residual to add to, or None at the stream's beginning.
+        branch_bias_C: bias still to add to the branch.
+        T: positions of a sample, for the mask. `p`, `dropout`, `site`: dropout of the branch.
+        config: launch; None for the frozen one.
+    """
+    N, C = x_NC.shape
+    config = config or forward_config(N, C)
+    threshold, scale = quantise(p) if dropout is not None else (0, 1.0)
+    norm_forward_kernel[(grid_rows(N, config.rows),)](
+        x_NC, branch_bias_C, residual_NC, weight_C, bias_C, r_NC, h_NC, mean_N, rstd_N,
+        dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
+        N, T, scale, eps, C=C, RMS=kind == "rmsnorm", THRESHOLD=threshold, ROWS=config.rows,
+        BLOCK_C=power_of_two(C), num_warps=config.warps,
+    )  # fmt: skip
+
+
+def norm_backward_raw(
+    dh_NC: Tensor,
+    r_NC: Tensor,
+    weight_C: Tensor,
+    mean_N: Tensor | None,
+    rstd_N: Tensor,
+    partials_PW: Tensor,
+    *,
+    kind: NormKind,
+    bias: bool,
+    branch_bias: bool = False,
+    dresidual_NC: Tensor | None = None,
+    dr_NC: Tensor | None = None,
+    dbranch_NC: Tensor | None = None,
+    T: int = 1,
+    p: float = 0.0,
+    dropout: DropoutState | None = None,
+    site: int = 0,
+    config: Launch | None = None,
+) -> None:
+    """Gradient of the (joined) norm. Allocates nothing.
+
+    Args:
+        dh_NC: gradient of h. `r_NC`: what was normalised. `mean_N`, `rstd_N`: its statistics.
+        partials_PW: fp32, one row a program (`partial_rows`); columns dweight (C), then dbias (C) if `bias`, then the
+            branch bias's gradient (C) if `branch_bias`. Rows may be strided. Every element is written.
+        dresidual_NC: gradient that arrives along the residual stream, or None.
+        dr_NC: where the gradient of r goes; may be `dresidual_NC` or `dh_NC`; None to leave it out.
+        dbranch_NC: where the gradient of the branch's output goes (dr behind the mask); None where it equals dr.
+        T, p, dropout, site: as in the forward pass.
+        config: launch; None for the frozen one.
+    """
+    N, C = r_NC.shape
+    config = config or backward_config(N, C)
+    threshold, scale = quantise(p) if dropout is not None else (0, 1.0)
+    norm_backward_kernel[(partials_PW.shape[0],)](
+        dh_NC, r_NC, weight_C, mean_N, rstd_N, dresidual_NC, dr_NC, dbranch_NC, partials_PW, partials_PW.stride(0),
+        dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
+        N, T, scale, C=C, RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold,
+        ROWS=config.rows, BLOCK_C=power_of_two(C), num_warps=config.warps,
+    )  # fmt: skip
