@@ -51,8 +51,8 @@ class Batches:
         """The next batch.
 
         Args:
-            out: CPU tensors to write to (pinned ones, say), of the batch's names and shapes and any dtype that holds
-                the values; without them new ones are made: int64, numbers float32.
+            out: CPU tensors to write to (pinned ones, say), of the batch's names and shapes and of any dtype that
+                holds the values; without them new ones are made: int64, numbers float32.
 
         Returns:
             For text {"tokens": [B, T], "targets": [B, T]}; for games {"categories": [B, T, columns],
@@ -87,8 +87,8 @@ class Batches:
         for field in ("fingerprint", "window", "seed"):
             if state[field] != own[field]:
                 raise DataError(
-                    f"the run was on other data or windows ({field}: expected {state[field]}, got {own[field]}); resume with the "
-                    "same data or start anew from the weights"
+                    f"the run was on other data or windows ({field}: expected {state[field]}, got {own[field]}); "
+                    "resume with the same or start anew from the weights"
                 )
         self.position = int(state["position"])
 
@@ -133,13 +133,16 @@ def _gather(
     shape = (len(start_B), windows.window.context)
     if out is None:
         out = {
-            name: torch.from_numpy(np.empty(shape + inner, dtype=dtype))
-            for name, (inner, dtype) in windows.fields.items()
+            name: torch.from_numpy(np.empty(shape + field.inner, dtype=field.dtype))
+            for name, field in windows.fields.items()
         }
-    else:
-        for name, (inner, _) in windows.fields.items():
-            if name not in out or tuple(out[name].shape) != shape + inner:
-                found = f"shape {list(out[name].shape)}" if name in out else "none"
-                raise ConfigError(f"out needs {name} of shape {list(shape + inner)}, got {found}")
-    windows.gather(start_B, count_B, {name: out[name].numpy() for name in windows.fields})
+    arrays = {name: out[name].numpy() for name in windows.fields if name in out}
+    for name, field in windows.fields.items():
+        wanted = f"{name} of shape {list(shape + field.inner)} in {field.least} or wider"
+        if name not in arrays:
+            raise ConfigError(f"out lacks {wanted}")
+        array = arrays[name]
+        if array.shape != shape + field.inner or not np.can_cast(field.least, array.dtype):
+            raise ConfigError(f"out needs {wanted}, got {list(array.shape)} in {array.dtype}")
+    windows.gather(start_B, count_B, arrays)
     return out

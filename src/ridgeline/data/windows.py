@@ -17,10 +17,10 @@ Padding has the target −100, which does not count; its inputs repeat a row of 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
@@ -31,7 +31,20 @@ from ridgeline.models.language import IGNORE
 Starts = NDArray[np.int64]
 Counts = NDArray[np.int64]
 Batch = dict[str, NDArray[Any]]
-Fields = dict[str, tuple[tuple[int, ...], DTypeLike]]
+
+
+class Field(NamedTuple):
+    """One tensor of a batch.
+
+    Attributes:
+        inner: its shape beyond (B, T).
+        dtype: what it is delivered in unless asked otherwise.
+        least: the smallest dtype that holds every value, padding included.
+    """
+
+    inner: tuple[int, ...]
+    dtype: np.dtype[Any]
+    least: np.dtype[Any]
 
 
 class Windows(Protocol):
@@ -43,13 +56,13 @@ class Windows(Protocol):
         window: the specification.
         fingerprint: checksum of the data.
         train_windows: windows in an epoch of training.
-        fields: name of each tensor → its shape beyond (B, T), and its dtype.
+        fields: name of each tensor → what it is.
     """
 
     window: WindowSpec
     fingerprint: str
     train_windows: int
-    fields: Fields
+    fields: dict[str, Field]
 
     def train(self, index_B: NDArray[np.int64], word_B: NDArray[np.uint64]) -> tuple[Starts, Counts]:
         """The training windows of the given numbers, with 64 random bits of each one's epoch."""
@@ -79,7 +92,7 @@ class TextWindows:
             )
         self.window = window
         self.fingerprint = data.fingerprint
-        self.fields: Fields = {"tokens": ((), np.int64), "targets": ((), np.int64)}
+        self.fields = {name: _field(name, data.tokens, ()) for name in ("tokens", "targets")}
         # one window fewer than fit leaves room for the epoch's offset, as far as there are two
         self.train_windows = max(1, (data.train - 1) // window.context - 1)
         self._offsets = min(window.context, data.train - self.train_windows * window.context)
@@ -98,7 +111,7 @@ class TextWindows:
     def gather(self, start_B: Starts, count_B: Counts, out: Batch) -> None:
         """See Windows."""
         tokens, T = self._data.tokens, self.window.context
-        if (count_B == T).all():
+        if (count_B == T).all():  # always so in training: whole rows are copied at memory speed
             rows_BT = np.lib.stride_tricks.sliding_window_view(tokens, T + 1)[start_B]
         else:
             rows_BT = tokens[np.minimum(start_B[:, None] + np.arange(T + 1), len(tokens) - 1)]
@@ -127,10 +140,7 @@ class GameWindows:
             "targets": data.target,
         }
         self._arrays = {name: array for name, array in arrays.items() if array.shape[1]}
-        self.fields: Fields = {
-            name: (array.shape[1:], np.float32 if name == "numbers" else np.int64)
-            for name, array in self._arrays.items()
-        }
+        self.fields = {name: _field(name, array, array.shape[1:]) for name, array in self._arrays.items()}
         frames_G = np.maximum(np.diff(data.offsets) - window.delay, 0)  # frames that have a target
         held_out_G = np.zeros(len(frames_G), dtype=bool)
         held_out_G[data.held_out] = True
@@ -176,3 +186,8 @@ class GameWindows:
     def _positions(self, frames: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions that fit into so many frames, at most T."""
         return np.minimum(-(-frames // self.window.stride), self.window.context)
+
+
+def _field(name: str, array: NDArray[Any], inner: tuple[int, ...]) -> Field:
+    whole = np.dtype(np.int64) if array.dtype.kind == "u" else array.dtype
+    return Field(inner, whole, np.promote_types(array.dtype, np.int8) if name == "targets" else array.dtype)
