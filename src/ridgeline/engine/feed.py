@@ -1,0 +1,115 @@
+"""The batch at fixed addresses: where a captured step reads it, and how the next one gets there in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ridgeline.errors import ConfigError
+
+Signature = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
+
+
+def tensors_of(batch: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
+    """The tensors of a nest of dicts, lists and tuples, and how to put it together again.
+
+    Raises:
+        ConfigError: something in it is no tensor, or the tensors do not share their first dimension.
+    """
+    leaves, spec = pytree.tree_flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            raise ConfigError(
+                f"a batch holds tensors whose first dimension is the sample, got {type(leaf).__name__} "
+                f"{'of no dimension' if isinstance(leaf, Tensor) else repr(leaf)[:40]}"
+            )
+    samples = {len(leaf) for leaf in leaves}
+    if len(samples) != 1 or 0 in samples:
+        raise ConfigError(f"a batch needs tensors with one common number of samples, got {sorted(samples)}")
+    return leaves, spec
+
+
+def signature(leaves: list[Tensor], spec: pytree.TreeSpec) -> Signature:
+    """What a captured step depends on: the nest, shapes and dtypes."""
+    return str(spec), tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+class _Slot:
+    """A pinned copy of a batch on its way to the device."""
+
+    def __init__(self, like: list[Tensor]) -> None:
+        self.tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in like]
+        self.sent = torch.cuda.Event()
+
+
+class Feed:
+    """Static tensors of one batch signature.
+
+    A batch on the host is copied to pinned memory (unless it is pinned already), sent to a staging buffer on a
+    stream of its own while the previous step runs, and moved from there into the static tensors on the caller's
+    stream, ordered before the step. The host returns at once; it waits only when it is two batches ahead. A pinned
+    batch must not be overwritten before the second next call.
+
+    Args:
+        leaves: tensors of the first batch, for shapes and dtypes.
+        spec: how they nest.
+        device: where the step runs.
+
+    Attributes:
+        static: tensors that the step reads, in the order of the leaves.
+    """
+
+    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.static = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves]
+        self._staging: list[Tensor] | None = None
+        self._turn = 0
+
+    def _open(self) -> list[Tensor]:
+        """Staging buffers, pinned slots and the copy stream, made when the first batch comes from the host."""
+        if self._staging is None:
+            self._staging = [torch.empty_like(t) for t in self.static]
+            self._slots = [_Slot(self.static), _Slot(self.static)]
+            self._stream = torch.cuda.Stream(self.device)
+            self._taken = torch.cuda.Event()
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        return self._staging
+
+    def load(self, leaves: list[Tensor]) -> None:
+        """Makes `leaves` the batch of the next step. Asynchronous on CUDA; see the class for the contract."""
+        if self.device.type == "cpu" or all(leaf.device == self.device for leaf in leaves):
+            torch._foreach_copy_(self.static, leaves)
+            return
+        staging = self._open()
+        slot, self._turn = self._slots[self._turn], 1 - self._turn
+        slot.sent.synchronize()
+        sources = [
+            leaf if leaf.is_cuda or leaf.is_pinned() else pinned.copy_(leaf)
+            for leaf, pinned in zip(leaves, slot.tensors, strict=True)
+        ]
+        current = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._taken)
+            for target, source in zip(staging, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            slot.sent.record(self._stream)
+        current.wait_event(slot.sent)
+        torch._foreach_copy_(self.static, staging)
+        self._taken.record(current)
+
+    def batch(self, part: int = 0, parts: int = 1, dtype: torch.dtype | None = None) -> Any:
+        """The static batch, or one of `parts` equal pieces of it, as the nest it came in.
+
+        Args:
+            part: which piece.
+            parts: into how many the samples are split.
+            dtype: what floating-point tensors are converted to; None leaves them.
+        """
+        size = len(self.static[0]) // parts
+        pieces = [t[part * size : (part + 1) * size] for t in self.static]
+        if dtype is not None:
+            pieces = [t.to(dtype) if t.is_floating_point() else t for t in pieces]
+        return pytree.tree_unflatten(pieces, self.spec)

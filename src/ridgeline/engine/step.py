@@ -1,0 +1,281 @@
+"""One training step as one program: forward, backward, all-reduce, clip, AdamW, schedule, seeds and counters.
+
+On a CUDA card the program is captured into one CUDA graph a batch shape, so a step costs the host one launch; on
+the CPU, and where capture is declined, the same program runs call by call. It is the same list of calls in both
+cases, and everything that changes from step to step is a tensor, so both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.engine.capture import Capture, CudaCapture, Program, reason
+from ridgeline.engine.distributed import Replicas
+from ridgeline.engine.feed import Feed, Signature, signature, tensors_of
+from ridgeline.engine.flat import Decays, FlatParameters, matrices_decay
+from ridgeline.engine.precision import find_precision
+from ridgeline.engine.update import LossScale, StepMetrics, Update
+from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
+from ridgeline.ops.dropout import DropoutState
+from ridgeline.optim import OptimizerConfig
+
+log = logging.getLogger(__name__)
+
+Loss = Callable[[nn.Module, Any], Tensor]
+MAX_SHAPES = 8  # captured batch shapes; a loop with more of them should pad
+
+
+class TrainStep:
+    """Trains a module step by step; owns the flat weights, the optimiser, the counters and the captured graphs.
+
+    Between steps the module is as it always was: fp32 parameters under their own names, with the state of the last
+    finished step. `step(batch)` returns at once on CUDA.
+
+    Args:
+        model: any module with fp32 parameters on one device. Move it before, not after.
+        loss: loss(model, batch) → scalar, a mean over the samples; None calls `model.loss(batch, dropout)`, as this
+            package's models have it. In bf16 and fp16 the module has been converted as by `model.bfloat16()`, and so
+            are the batch's floating-point tensors.
+        optimizer: settings of clipping, AdamW and schedule.
+        steps: length of the schedule; None for a rate that stays at `optimizer.lr` or follows `set_rate`.
+        precision: fp32, tf32, bf16, fp16 (copies of fp32 masters), bf16-autocast or fp16-autocast.
+        accumulate: micro-batches a batch is split into; gradients are summed in fp32.
+        capture: one CUDA graph a step; None for wherever there is a CUDA device. A `Capture` replaces the CUDA one.
+        compile: mode of torch.compile for forward and backward ("default", "max-autotune-no-cudagraphs", …) or None.
+        decays: which parameters decay.
+        seed: seed of the dropout masks.
+        replicas: the processes that train together; None for all of torch.distributed's default group.
+        scale: settings of fp16's loss scale.
+        bad_steps: consecutive non-finite steps after which `check` stops the run.
+
+    Raises:
+        ConfigError: parameters that cannot be masters, settings that cannot be.
+        UnsupportedError: capture without a CUDA device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss | None = None,
+        optimizer: OptimizerConfig | None = None,
+        *,
+        steps: int | None = None,
+        precision: str = "bf16",
+        accumulate: int = 1,
+        capture: bool | Capture | None = None,
+        compile: str | None = None,
+        decays: Decays = matrices_decay,
+        seed: int = 0,
+        replicas: Replicas | None = None,
+        scale: LossScale | None = None,
+        bad_steps: int = 20,
+    ) -> None:
+        if accumulate < 1 or bad_steps < 1:
+            raise ConfigError(f"accumulate and bad_steps must be at least 1, got {accumulate} and {bad_steps}")
+        if loss is None and not callable(getattr(model, "loss", None)):
+            raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
+        self.model, self.accumulate, self.bad_steps = model, accumulate, bad_steps
+        self.precision = find_precision(precision)
+        self.replicas = Replicas() if replicas is None else replicas
+        self.flat = FlatParameters(model, compute=self.precision.compute, decays=decays)
+        self.replicas.same(self.flat.masters)
+        self.flat.refresh()
+        scaling = (scale or LossScale()) if self.precision.scaled else None
+        self.update = Update(self.flat, optimizer or OptimizerConfig(), steps=steps, scale=scaling, seed=seed)
+        self.device = self.flat.device
+        self._user_loss = loss
+        self._loss = self._call_loss
+        if compile is not None:
+            self._loss = torch.compile(self._call_loss, mode=compile, dynamic=False)
+        self._capture = self._choose_capture(capture)
+        self._shapes: dict[tuple[Signature, bool], tuple[Feed, Program]] = {}
+        self._last: Feed | None = None
+
+    def _choose_capture(self, capture: bool | Capture | None) -> Capture | None:
+        if capture is None:
+            capture = self.device.type == "cuda"
+        if not isinstance(capture, bool):
+            return capture
+        if capture and self.device.type != "cuda":
+            raise UnsupportedError(f"a step on {self.device} cannot be captured in a CUDA graph; pass capture=False")
+        return CudaCapture(self.device) if capture else None
+
+    def _call_loss(self, batch: Any, dropout: DropoutState) -> Tensor:
+        if self._user_loss is not None:
+            return self._user_loss(self.model, batch)
+        return self.model.loss(batch, dropout)  # type: ignore[operator]
+
+    def _forward_backward(self, feed: Feed, part: int) -> None:
+        """Gradients and loss of one micro-batch into the flat buffer."""
+        convert = None if self.precision.compute == torch.float32 else self.precision.compute
+        batch = feed.batch(part, self.accumulate, convert)
+        micro = len(feed.static[0]) // self.accumulate
+        offset = (self.replicas.rank * self.accumulate + part) * micro
+        share = 1.0 / (self.accumulate * self.replicas.world)
+        with self.flat.swapped(), self.precision.products(), torch.enable_grad():
+            with self.precision.forward(self.device):
+                loss = self._loss(batch, DropoutState(self.update.seed_step, offset))
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
+            target = loss.float().view(()) * share if share != 1 else loss.float().view(())
+            if self.precision.scaled:
+                target = target * self.update.loss_scale.view(())
+            gradients = torch.autograd.grad(target, self.flat.leaves, allow_unused=True)
+        self.flat.gather(gradients, accumulate=part > 0)
+        with torch.no_grad():
+            shared_loss = loss.detach().float().view(1) * share
+            self.flat.loss.copy_(shared_loss) if part == 0 else self.flat.loss.add_(shared_loss)
+
+    def _program(self, feed: Feed) -> Program:
+        def run() -> None:
+            for part in range(self.accumulate):
+                self._forward_backward(feed, part)
+            self.replicas.sum(self.flat.grad[: self.flat.size + 1])
+            self.update()
+
+        return run
+
+    def __call__(self, batch: Any) -> None:
+        """Trains on `batch`: a tensor or a nest of tensors [samples, …], on the host or on the model's device."""
+        leaves, spec = tensors_of(batch)
+        key = (signature(leaves, spec), self.model.training)
+        if key not in self._shapes:
+            self._shapes[key] = self._prepare(leaves, spec)
+        feed, program = self._shapes[key]
+        feed.load(leaves)
+        self._last = feed
+        program()
+
+    def _prepare(self, leaves: list[Tensor], spec: Any) -> tuple[Feed, Program]:
+        """Static buffers and program for a new batch shape."""
+        shapes = ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
+        if len(leaves[0]) % self.accumulate:
+            raise ConfigError(f"accumulate={self.accumulate} does not divide a batch of {len(leaves[0])} samples")
+        if len(self._shapes) == MAX_SHAPES:
+            raise ConfigError(f"more than {MAX_SHAPES} batch shapes ({shapes} is new); pad batches to fewer shapes")
+        if self._shapes:
+            log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
+        self.flat.check_views()
+        feed = Feed(leaves, spec, self.device)
+        program = self._program(feed)
+        if self._capture is None:
+            return feed, program
+        feed.load(leaves)
+        with self._undone():
+            try:
+                if isinstance(self._capture, CudaCapture):
+                    self._capture.warm_up(program)
+                else:
+                    program()
+            except RidgelineError:
+                raise
+            except Exception as error:
+                raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
+            written = self.flat.written_buffers()
+            if written:
+                raise UnsupportedError(
+                    f"the forward pass writes to {', '.join(written)}, which {self.precision.name} replaces by copies; "
+                    f"use precision='{self.precision.name}-autocast'"
+                )
+            return feed, self._capture(program)
+
+    @contextlib.contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Puts weights, optimiser, counters, buffers and random state back to what they were before."""
+        tensors = [*self.update.state(), *self.model.buffers()]
+        saved = [tensor.clone() for tensor in tensors]
+        cpu_state = torch.get_rng_state()
+        cuda_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(tensors, saved, strict=True):
+                    tensor.copy_(value)
+            torch.set_rng_state(cpu_state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state, self.device)
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[nn.Module]:
+        """The module computing with the weights of the step's precision, for evaluation and sampling."""
+        with self.flat.swapped(), self.precision.products(), self.precision.forward(self.device):
+            yield self.model
+
+    @property
+    def taken(self) -> int:
+        """Steps taken, skipped ones included. Waits for the device."""
+        return int(self.update.seed_step[1])
+
+    def metrics(self, since: int = 0) -> list[StepMetrics]:
+        """What the steps from number `since` on reported; at most the last 1,024. Waits for the device."""
+        return self.update.metrics(since)
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate of the steps that follow, where there is no schedule; asynchronous."""
+        self.update.set_rate(rate)
+
+    def check(self) -> None:
+        """Stops a run that no longer trains. Waits for the device.
+
+        Raises:
+            RidgelineError: the last `bad_steps` steps were all skipped; names the step and the first bad tensor.
+        """
+        in_a_row = int(self.update.skipped[1])
+        if in_a_row >= self.bad_steps:
+            raise RidgelineError(
+                f"step {self.taken}: loss or gradient was not finite {in_a_row} times in a row; first bad tensor: "
+                f"{self.first_bad()}; the weights are those of step {self.taken - in_a_row}"
+            )
+
+    def first_bad(self) -> str:
+        """The first tensor that is not finite when the last batch runs again, call by call, from the present state."""
+        if self._last is None:
+            raise ConfigError("no step has been taken; there is no batch to look at")
+        found: list[str] = []
+
+        def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                for tensor in output.values() if isinstance(output, dict) else (output,):
+                    if isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all()):
+                        found.append(f"output of {name or type(module).__name__}")
+
+            return hook
+
+        stream = self._capture.stream if isinstance(self._capture, CudaCapture) else None
+        handles = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules()]
+        compiled, self._loss = self._loss, self._call_loss
+        try:
+            with self._undone(), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
+                for part in range(self.accumulate):
+                    self._forward_backward(self._last, part)
+                    if found:
+                        return found[0]
+                    for name, view in self.flat.views(self.flat.grad).items():
+                        if not bool(torch.isfinite(view).all()):
+                            return f"gradient of {name}"
+        finally:
+            self._loss = compiled
+            for handle in handles:
+                handle.remove()
+        return "none; the batch of the bad steps was another one"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Optimiser state and counters, by parameter name; the weights are the model's own `state_dict`."""
+        return self.update.state_dict()
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up the state of another run of the same model, whatever its engine settings.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        self.update.load_state_dict(state)
+        self.flat.refresh()

@@ -1,0 +1,188 @@
+"""The second half of a step: norm, clip, AdamW, schedule, loss scale and counters, with nothing left on the host.
+
+Every number that changes from step to step lives in a tensor on the model's device, so that a captured step is as
+right at its ten-thousandth replay as at its first. A step whose loss or gradient is not finite changes no weight
+and no moment: the decision is taken on the device, and counted there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.engine.flat import FlatParameters
+from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.optim import learning_rate
+
+RING = 1024  # steps whose loss, norm and rate are kept on the device until the host reads them
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Dynamic loss scale of fp16.
+
+    Attributes:
+        start: first scale.
+        growth: factor after `interval` finite steps in a row.
+        backoff: factor after a step that was not finite.
+        interval: steps.
+    """
+
+    start: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+
+class StepMetrics(NamedTuple):
+    """What a step reports: its number from 0, loss, gradient norm before clipping, rate, whether it was skipped."""
+
+    step: int
+    loss: float
+    norm: float
+    lr: float
+    skipped: bool
+
+
+class Update:
+    """Optimiser state and the calls that turn a flat gradient into a change of weights.
+
+    Args:
+        flat: the buffers it works on.
+        config: AdamW, clipping and schedule.
+        steps: length of the schedule; None where the host sets the rate with `set_rate`.
+        scale: the loss scale, or None where the loss is not scaled.
+        seed: seed of the run, for the dropout masks.
+
+    Attributes:
+        seed_step: int64[2], the run's seed and the number of steps taken, skipped ones included.
+        first, second: fp32[N], AdamW's moments.
+        applied: fp32[1], updates applied (AdamW's t).
+        skipped: int64[2], steps skipped in all and in a row until now.
+        loss_scale: fp32[1], 1 where the loss is not scaled.
+    """
+
+    def __init__(self, flat: FlatParameters, settings: AdamW, *, scale: LossScale | None = None, seed: int = 0) -> None:
+        self.flat, self.settings, self.scale = flat, settings, scale
+        device = flat.device
+        self.first, self.second = torch.zeros_like(flat.masters), torch.zeros_like(flat.masters)
+        self.seed_step = torch.tensor([seed, 0], dtype=torch.int64, device=device)
+        self.applied = torch.zeros(1, device=device)
+        self.skipped = torch.zeros(2, dtype=torch.int64, device=device)
+        self.loss_scale = torch.full((1,), scale.start if scale else 1.0, device=device)
+        self._growth = torch.zeros(1, dtype=torch.int32, device=device)
+        rates = [learning_rate(config, step, step / steps) for step in range(steps)] if steps else [config.lr]
+        self._rates = torch.tensor(rates, device=device)
+        self.ring = torch.zeros(RING, 4, device=device)
+
+    def state(self) -> list[Tensor]:
+        """Every tensor that a step changes, weights included."""
+        own = [self.first, self.second, self.seed_step, self.applied, self.skipped, self.loss_scale, self._growth]
+        copies = [] if self.flat.copies is self.flat.masters else [self.flat.copies]
+        return [self.flat.masters, *copies, *own, self.ring]
+
+    def set_rate(self, rate: float) -> None:
+        """Sets the learning rate of the steps that follow, where no schedule was given; asynchronous.
+
+        Raises:
+            ConfigError: a schedule of `steps` decides the rate.
+        """
+        if self.steps is not None:
+            raise ConfigError(f"the learning rate follows a schedule of {self.steps} steps; build it with steps=None")
+        self._rates.fill_(rate)
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """One update from the flat gradient, which is replaced by its unscaled, clipped value."""
+        flat, config = self.flat, self.config
+        step = self.seed_step[1:]
+        lr = self._rates.index_select(0, step.clamp(max=len(self._rates) - 1))
+        norm = torch.linalg.vector_norm(flat.grad[: flat.size]).view(1) / self.loss_scale
+        bad = (~torch.isfinite(norm + flat.loss)).float()
+        divisor = self.loss_scale
+        if config.clip > 0:
+            divisor = divisor * ((norm + 1e-6) / config.clip).clamp(min=1.0)
+        self.applied += 1 - bad
+        self._adamw(lr, divisor, bad)
+        if flat.copies is not flat.masters:
+            flat.copies.copy_(flat.masters)
+        self.ring.index_copy_(0, step % RING, torch.stack([flat.loss, norm, lr, bad], dim=1))
+        self.skipped.copy_(torch.stack([self.skipped[0] + bad[0].long(), (self.skipped[1] + 1) * bad[0].long()]))
+        if self.scale is not None:
+            torch._amp_update_scale_(
+                self.loss_scale, self._growth, bad, self.scale.growth, self.scale.backoff, self.scale.interval
+            )
+        step += 1
+
+    def _adamw(self, lr: Tensor, divisor: Tensor, bad: Tensor) -> None:
+        flat, config = self.flat, self.config
+        for start, end, decay in (
+            (0, flat.boundary, config.weight_decay),
+            (flat.boundary, flat.size, 0.0),
+        ):
+            if start == end:
+                continue
+            torch._fused_adamw_(
+                [flat.masters[start:end]],
+                [flat.grad[start:end]],
+                [self.first[start:end]],
+                [self.second[start:end]],
+                [],
+                [self.applied],
+                lr=lr.view(()),
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                weight_decay=decay,
+                eps=config.eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=divisor.view(()),
+                found_inf=bad.view(()),
+            )
+
+    def metrics(self, since: int = 0) -> list[StepMetrics]:
+        """What the steps from number `since` on reported, oldest first; at most the last RING. Waits for the device."""
+        ring, done = self.ring.tolist(), int(self.seed_step[1])
+        rows = [(step, ring[step % RING]) for step in range(max(since, done - RING, 0), done)]
+        return [StepMetrics(step, loss, norm, lr, bool(skipped)) for step, (loss, norm, lr, skipped) in rows]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Optimiser state as `optim.optimizer_tensors` names it, and the counters: independent of the flat layout."""
+        state = {f"engine.{name}": tensor for name, tensor in self._counters().items()}
+        for kind, flat in (("exp_avg", self.first), ("exp_avg_sq", self.second)):
+            state |= {f"{kind}.{name}": view for name, view in self.flat.views(flat).items()}
+        state |= {f"step.{slot.name}": self.applied.view(()) for slot in self.flat.slots}
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def _counters(self) -> dict[str, Tensor]:
+        return {
+            "seed_step": self.seed_step,
+            "skipped": self.skipped,
+            "loss_scale": self.loss_scale,
+            "growth": self._growth,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up the state that `state_dict`, or `optim.optimizer_tensors` of the same model, gave.
+
+        Raises:
+            CheckpointError: it belongs to another model, or to an optimiser that updated its parameters unevenly.
+        """
+        groups: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}, "step": {}, "engine": {}}
+        for key, value in state.items():
+            kind, _, name = key.partition(".")
+            groups.setdefault(kind, {})[name] = value
+        steps = {float(value) for value in groups["step"].values()}
+        if len(steps) != 1:
+            raise CheckpointError(f"the optimiser's step counters must be one number, got {sorted(steps) or 'none'}")
+        self.flat.load(self.first, groups["exp_avg"], "the optimiser's first moment")
+        self.flat.load(self.second, groups["exp_avg_sq"], "the optimiser's second moment")
+        self.applied.fill_(steps.pop())
+        self.seed_step[1:].copy_(self.applied)
+        for name, tensor in self._counters().items():
+            if name in groups["engine"]:
+                tensor.copy_(groups["engine"][name])
