@@ -1,0 +1,110 @@
+"""What the verb `ridgeline data` does: prepare data sets, and find one by name, file or folder.
+
+A prepared data set is a folder. Without a folder of the user's choice it goes to the cache (see `sources.cache`), in a
+folder whose name holds a checksum of its content, so that preparing the same thing again finds it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ridgeline.data import games, shards, sources, text
+from ridgeline.data.games import GameData
+from ridgeline.data.text import TextData
+from ridgeline.errors import DataError, nearest
+
+NAMES = ("tinyshakespeare", "pystdlib", "boxing")
+
+
+def prepare_text(source: str | Path, out: str | Path | None = None, kind: str = "auto") -> dict[str, Any]:
+    """Prepare any text file.
+
+    Args:
+        source: the file.
+        out: folder of the data set; None for the cache.
+        kind: "bytes"; "characters" (UTF-8, the vocabulary is the text's own); "tokens" (uint16 numbers, nanoGPT's
+            .bin); or "auto": tokens for *.bin, characters for UTF-8 of at most 256 different ones, else bytes.
+
+    Returns:
+        For JSON: name, path, kind, vocabulary, tokens, train, held_out, fingerprint.
+
+    Raises:
+        DataError: the file cannot be used so, or `out` exists.
+    """
+    file = Path(source)
+    content = text.read_file(file)
+    if kind == "auto":
+        kind = text.guess_kind(file, content)
+    if kind not in text.KINDS:
+        raise DataError(nearest(kind, ("auto", *text.KINDS), "kind of text"))
+    return _prepare(content, kind, name=file.name, source=str(file), out=out)  # type: ignore[arg-type]
+
+
+def prepare_tinyshakespeare(out: str | Path | None = None, source: str | Path | None = None) -> dict[str, Any]:
+    """Prepare tinyshakespeare by characters, fetched or from a file; see `prepare_text` for what it returns."""
+    cached = _cached("tinyshakespeare", "characters", sources.TINYSHAKESPEARE_SHA256)
+    if out is None and source is None and cached.exists():
+        return load_dataset(cached).summary()
+    file = Path(source) if source else None
+    return _prepare(
+        sources.tinyshakespeare(file),
+        "characters",
+        name="tinyshakespeare",
+        source=str(file or sources.TINYSHAKESPEARE_URL),
+        out=out,
+    )
+
+
+def prepare_pystdlib(out: str | Path | None = None) -> dict[str, Any]:
+    """Prepare the Python standard library by bytes; see `prepare_text` for what it returns."""
+    return _prepare(sources.pystdlib(), "bytes", name="pystdlib", source=sources.pystdlib_source(), out=out)
+
+
+def load_dataset(name: str | Path) -> TextData | GameData:
+    """Find a data set, and prepare it in the cache where that has to be done first.
+
+    Args:
+        name: one of NAMES, the folder of a data set, or a text file.
+
+    Raises:
+        DataError: there is none, or it cannot be used.
+    """
+    prepare = {"tinyshakespeare": prepare_tinyshakespeare, "pystdlib": prepare_pystdlib}
+    path = Path(name)
+    if str(name) in prepare:
+        path = Path(prepare[str(name)]()["path"])
+    elif path.is_file():
+        path = Path(prepare_text(path)["path"])
+    elif not path.is_dir():
+        if len(path.parts) > 1 or path.suffix:
+            raise DataError(f"there is no file or folder {name}; give a data set's folder, a text file or a name")
+        raise DataError(nearest(str(name), NAMES, "data set"))
+    return _open(shards.read(path))
+
+
+def _open(data: shards.Shards) -> TextData | GameData:
+    match data.meta["kind"]:
+        case "text":
+            return text.open_text(data)
+        case "games":
+            return games.open_games(data)
+        case kind:
+            raise DataError(f"{data.path} holds data of an unknown kind, {kind!r}; upgrade ridgeline")
+
+
+def _prepare(
+    content: NDArray[np.uint8], kind: text.Kind, *, name: str, source: str, out: str | Path | None
+) -> dict[str, Any]:
+    folder = _cached(name, kind, hashlib.sha256(content.data).hexdigest()) if out is None else Path(out)
+    if out is not None or not folder.exists():
+        text.write(folder, content, kind, name=name, source=source, once=out is None)
+    return _open(shards.read(folder)).summary()
+
+
+def _cached(name: str, kind: str, checksum: str) -> Path:
+    return sources.cache() / f"{name}-{kind}-{checksum[:16]}"
