@@ -65,8 +65,18 @@ class Update:
         loss_scale: fp32[1], 1 where the loss is not scaled.
     """
 
-    def __init__(self, flat: FlatParameters, settings: AdamW, *, scale: LossScale | None = None, seed: int = 0) -> None:
-        self.flat, self.settings, self.scale = flat, settings, scale
+    def __init__(
+        self,
+        flat: FlatParameters,
+        config: OptimizerConfig,
+        *,
+        steps: int | None = None,
+        scale: LossScale | None = None,
+        seed: int = 0,
+    ) -> None:
+        if steps is not None and steps < 1:
+            raise ConfigError(f"a schedule needs at least one step, got {steps}")
+        self.flat, self.config, self.scale, self.steps = flat, config, scale, steps
         device = flat.device
         self.first, self.second = torch.zeros_like(flat.masters), torch.zeros_like(flat.masters)
         self.seed_step = torch.tensor([seed, 0], dtype=torch.int64, device=device)
