@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ridgeline.engine.flat import FlatParameters
 from ridgeline.errors import CheckpointError, ConfigError
-from ridgeline.optim import learning_rate
+from ridgeline.optim import OptimizerConfig, learning_rate
 
 RING = 1024  # steps whose loss, norm and rate are kept on the device until the host reads them
 
