@@ -85,9 +85,10 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any
     folder = Path(path)
     try:
         return _save(folder, tensors, meta)
-    except OSError as error:
+    except (OSError, safetensors.SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"cannot write the checkpoint {folder}: {error.strerror or error}; free space or choose another folder"
+            f"cannot write the checkpoint {folder}: {reason}; free space or choose another folder"
         ) from error
 
 
