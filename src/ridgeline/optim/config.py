@@ -1,0 +1,46 @@
+"""Settings of the optimiser and its learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ridgeline.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with decay groups, linear warm-up, cosine decay and clipping of the global gradient norm.
+
+    Attributes:
+        lr: peak learning rate, reached at the end of the warm-up.
+        floor: learning rate at the end of the run.
+        warmup: optimisation steps from learning rate 0 to `lr`; 0 for none.
+        betas: decay rates of the first and second moment, each per step.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay of every tensor with two or more dimensions; others do not decay.
+        clip: largest global gradient norm; 0 for no clipping.
+    """
+
+    lr: float = 1e-3
+    floor: float = 0.0
+    warmup: int = 0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ConfigError(f"optimizer.lr must be positive, got {self.lr}")
+        if not 0 <= self.floor <= self.lr:
+            raise ConfigError(f"optimizer.floor must be between 0 and lr={self.lr}, got {self.floor}")
+        if self.warmup < 0:
+            raise ConfigError(f"optimizer.warmup must be 0 or more steps, got {self.warmup}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
+        if self.eps <= 0:
+            raise ConfigError(f"optimizer.eps must be positive, got {self.eps}")
+        for field in ("weight_decay", "clip"):
+            if not getattr(self, field) >= 0:
+                raise ConfigError(f"optimizer.{field} must be 0 or more, got {getattr(self, field)}")
