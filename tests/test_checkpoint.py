@@ -57,6 +57,18 @@ def test_saving_again_replaces_and_leaves_one_tensor_file(tmp_path):
     assert len(list((tmp_path / "last").iterdir())) == 2
 
 
+def test_what_a_killed_first_save_left_is_no_obstacle(tmp_path):
+    folder = tmp_path / "last"
+    (folder / "partial").mkdir(parents=True)
+    (folder / "partial" / ".tmp6sXa").write_text("the writer's own temporary file")
+    (folder / "tensors-0123456789abcdef.safetensors").write_text("a tensor file that no header names yet")
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        checkpoint.load(folder)
+    checkpoint.save(folder, TENSORS, META)
+    assert checkpoint.load(folder).meta == META
+    assert len(list(folder.iterdir())) == 2
+
+
 KILLER = """
 import json, os, random, shutil, signal, sys, time
 import torch

@@ -25,6 +25,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ from ridgeline.errors import CheckpointError
 FORMAT = "ridgeline-checkpoint"
 SCHEMA = 1
 HEADER = "checkpoint.json"
+ASIDE = "partial"
 REQUIRED = {"schema", "package", "tensors", "meta"}
 
 
@@ -94,10 +96,14 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any
 
 def _save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    foreign = [entry.name for entry in folder.iterdir() if not _ours(entry.name)]
+    names = [entry.name for entry in folder.iterdir()]
+    foreign = [name for name in names if name != ASIDE and not name.startswith("tensors-")]
     if foreign and not (folder / HEADER).exists():
         raise CheckpointError(f"{folder} holds other files ({min(foreign)}); choose an empty or new folder")
-    written = folder / "tensors.partial"
+    aside = folder / ASIDE  # a folder, because the writer makes a temporary file of its own beside the one it writes
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    written = aside / "tensors.safetensors"
     # a copy of each tensor: safetensors refuses views that overlap (tied weights), and training may go on meanwhile
     copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     safetensors.torch.save_file(copies, written)
@@ -113,15 +119,16 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
         "tensors": {"file": target.name, "sha256": digest, "bytes": target.stat().st_size},
         "meta": dict(meta),
     }
-    partial = folder / f"{HEADER}.partial"
+    partial = aside / HEADER
     partial.write_text(json.dumps(header, indent=1), encoding="utf-8")
     _sync(partial)
     _sync(folder)  # the tensor file's name must be on disk before the header that names it
     os.replace(partial, folder / HEADER)
     _sync(folder)
-    for entry in folder.iterdir():
-        if _ours(entry.name) and entry.name not in (HEADER, target.name):
-            entry.unlink()
+    aside.rmdir()
+    for file in folder.glob("tensors-*.safetensors"):
+        if file != target:
+            file.unlink()
     return folder
 
 
@@ -184,10 +191,6 @@ def sha256(file: Path) -> str:
     """The checksum of a file's content, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _ours(name: str) -> bool:
-    return name.startswith(("tensors-", "tensors.partial", HEADER))
 
 
 def _sync(path: Path) -> None:

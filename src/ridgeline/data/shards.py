@@ -81,9 +81,7 @@ def write(folder: str | Path, kind: str, arrays: Mapping[str, NDArray[Any]], met
     except OSError as error:
         if folder.exists():
             raise DataError(f"{folder} exists; delete it or choose another folder") from error
-        raise DataError(
-            f"cannot write {folder}: {error.strerror}; free space or choose another folder (RIDGELINE_CACHE is the cache's)"
-        ) from error
+        raise DataError(f"cannot write {folder}: {error.strerror}; free space or choose another folder") from error
     finally:
         if aside.exists():
             shutil.rmtree(aside, ignore_errors=True)
