@@ -1,0 +1,7 @@
+"""Training: config, loop, exact resume, metrics and guards."""
+
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.guards import DivergedError
+from ridgeline.train.loop import TrainResult, resume, train
+
+__all__ = ["DivergedError", "TrainConfig", "TrainResult", "resume", "train"]

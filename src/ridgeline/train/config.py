@@ -1,0 +1,111 @@
+"""What a training run is: frozen, keyword-only, checked on construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from ridgeline.data.window import WindowSpec
+from ridgeline.engine.precision import PRECISIONS
+from ridgeline.errors import ConfigError, nearest
+from ridgeline.models import ModelConfig
+from ridgeline.optim import OptimizerConfig
+
+AUTO = "auto"
+ENGINES = ("eager", "compile", "reduce-overhead", "max-autotune", "graph", "compile+graph")
+TRACKERS = ("tensorboard", "wandb")
+STOPS = ("steps", "tokens", "minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run.
+
+    Attributes:
+        preset: name of the preset that it comes from.
+        model: the model; vocabulary, inputs and heads follow the data.
+        data: a text file, nanoGPT's .bin, the folder of a data set, or one of the names `ridgeline data --help` lists.
+        window: what a training window is.
+        batch: windows in an optimisation step.
+        accumulation: parts into which a step's batch is cut to save memory; must divide `batch`.
+        optimizer: AdamW, schedule and clipping.
+        precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
+        engine: how a step is run; "auto" for the best that can run here.
+        device: cpu, cuda or cuda:N; "auto" for a CUDA card where there is one, else cpu.
+        seed: of initial weights, order of the data and dropout.
+        steps: length of the run in optimisation steps; one of steps, tokens and minutes is set.
+        tokens: length of the run in tokens (positions of windows).
+        minutes: length of the run in minutes of training time, validation and checkpoints not counted. The schedule
+            then follows the clock, so two such runs differ.
+        eval_interval: steps between validations; the last step is always followed by one.
+        eval_windows: held-out windows a validation looks at; 0 for all of them.
+        checkpoint_interval: steps between checkpoints; validations and the last step are always followed by one.
+        out: folder of the run, new or empty; "auto" for runs/PRESET with the first free number.
+        track: what to log to beside metrics.jsonl: tensorboard, wandb.
+    """
+
+    preset: str
+    model: ModelConfig
+    data: str
+    window: WindowSpec
+    batch: int
+    accumulation: int = 1
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: str = AUTO
+    engine: str = AUTO
+    device: str = AUTO
+    seed: int = 0
+    steps: int | None = None
+    tokens: int | None = None
+    minutes: float | None = None
+    eval_interval: int = 500
+    eval_windows: int = 0
+    checkpoint_interval: int = 500
+    out: str = AUTO
+    track: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        for name in ("batch", "accumulation", "eval_interval", "checkpoint_interval"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.batch % self.accumulation:
+            raise ConfigError(f"accumulation={self.accumulation} does not divide batch={self.batch}; change one")
+        if self.eval_windows < 0:
+            raise ConfigError(f"eval_windows must be 0 (all) or more, got {self.eval_windows}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be in [0, 2^63), got {self.seed}")
+        stops = [name for name in STOPS if getattr(self, name) is not None]
+        if len(stops) != 1:
+            raise ConfigError(f"set exactly one of steps, tokens and minutes, got {', '.join(stops) or 'none'}")
+        if not 0 < getattr(self, stops[0]) < math.inf:
+            raise ConfigError(f"{stops[0]} must be positive, got {getattr(self, stops[0])}")
+        context = self.model.decoder.context
+        if self.window.context > context:
+            raise ConfigError(
+                f"window.context={self.window.context} is longer than the model's context={context}; "
+                "shorten the window or raise model.decoder.context"
+            )
+
+    def _check_names(self) -> None:
+        for name, known in (
+            ("precision", (AUTO, *PRECISIONS)),
+            ("engine", (AUTO, *ENGINES)),
+        ):
+            if getattr(self, name) not in known:
+                raise ConfigError(nearest(getattr(self, name), known, name))
+        for tracker in self.track:
+            if tracker not in TRACKERS:
+                raise ConfigError(nearest(tracker, TRACKERS, "tracker"))
+
+    @property
+    def step_tokens(self) -> int:
+        """Positions that one optimisation step learns from."""
+        return self.batch * self.window.context
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimisation steps of the whole run; None where the clock decides."""
+        if self.tokens is not None:
+            return -(-self.tokens // self.step_tokens)
+        return self.steps

@@ -1,0 +1,185 @@
+"""What a run says while it goes: metrics.jsonl, one live line, and trackers.
+
+metrics.jsonl   {"step", "loss", "grad_norm", "lr", "tokens", "seconds"} a step, steps counted from 1;
+                {"step", "val_loss", "tokens", "seconds"} a validation. `seconds` is training time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from ridgeline.errors import require
+
+FILE = "metrics.jsonl"
+LINE_SECONDS = 10.0  # between lines where the output is no terminal
+SMOOTHING = 0.9  # share of the past in the shown loss, per refresh
+
+
+class Tracker(Protocol):
+    """Where numbers by step go beside the file."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers of a step."""
+
+    def close(self) -> None:
+        """Finish."""
+
+
+class TensorBoard:
+    """Scalars in FOLDER/tensorboard.
+
+    Raises:
+        MissingExtraError: tensorboard is not installed.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        require("tensorboard", "track")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, kept in FOLDER; project and mode come from wandb's own settings.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+        wandb = require("wandb", "track")
+        self._run = wandb.init(dir=str(folder), name=folder.name, config=dict(settings), resume="allow")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+def make_trackers(names: tuple[str, ...], folder: Path, step: int, settings: Mapping[str, Any]) -> list[Tracker]:
+    """The trackers called `names` of a run that has done `step` steps."""
+    made: dict[str, Callable[[], Tracker]] = {
+        "tensorboard": lambda: TensorBoard(folder, step),
+        "wandb": lambda: WandB(folder, settings),
+    }
+    return [made[name]() for name in names]
+
+
+class MetricsFile:
+    """metrics.jsonl of a run; opening it drops the records of steps after `step`, which a resumed run does again."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        file = folder / FILE
+        kept = [record for record in read_metrics(folder) if record["step"] <= step] if file.exists() else []
+        aside = folder / f"{FILE}.partial"
+        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        os.replace(aside, file)
+        self._stream = file.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append a record; `flush` hands it to the operating system."""
+        self._stream.write(json.dumps(record) + "\n")
+
+    def flush(self) -> None:
+        """After this the records survive the process."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._stream.close()
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The records of a run, without a last line that was cut off."""
+    lines = (Path(folder) / FILE).read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class LiveLine:
+    """One line that says how the run goes; where the output is no terminal, a line every ten seconds.
+
+    Args:
+        console: where it goes.
+        name: of the run.
+    """
+
+    def __init__(self, console: Console, name: str) -> None:
+        self._console, self._name = console, name
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._loss: float | None = None
+        self._printed = time.monotonic()
+        self.val_loss: float | None = None
+
+    def __enter__(self) -> LiveLine:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, step: int, progress: float, loss: float, rate: float, remaining: float | None) -> None:
+        """Show the state of the run.
+
+        Args:
+            step: steps done.
+            progress: share of the run done.
+            loss: newest loss.
+            rate: tokens/s of late.
+            remaining: estimated seconds to the end; None where unknown.
+        """
+        before = loss if self._loss is None else self._loss
+        self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
+        parts = [f"{self._name}  step {step}  {progress:4.0%}  loss {self._loss:.4f}"]
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.4f}")
+        parts.append(f"{amount(rate)} tokens/s")
+        if remaining is not None:
+            parts.append(f"{clock(remaining)} left")
+        self._show("  ".join(parts))
+
+    def _show(self, line: str) -> None:
+        if self._live is not None:
+            self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
+        elif time.monotonic() - self._printed >= LINE_SECONDS:
+            self._printed = time.monotonic()
+            self._console.print(Text(line))
+
+
+def amount(number: float) -> str:
+    """A number with three digits and a unit: 1234567 → 1.23 M."""
+    for unit, size in ((" G", 1e9), (" M", 1e6), (" k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "?"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"

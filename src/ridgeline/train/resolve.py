@@ -1,0 +1,47 @@
+"""From a config as asked for to one as run: device, precision and engine decided, the model fitted to the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from ridgeline.data.games import GameData
+from ridgeline.data.text import TextData, Vocabulary
+from ridgeline.errors import ConfigError
+from ridgeline.models import LanguageConfig, ModelConfig
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.engines import find_device, find_engine, find_precision
+
+
+def resolve(config: TrainConfig, data: TextData | GameData) -> TrainConfig:
+    """The config with nothing left open but the run's folder.
+
+    Raises:
+        UnsupportedError: a device, precision or engine that cannot run here.
+        ConfigError: the data does not fit the model.
+    """
+    device = find_device(config.device)
+    path = Path(config.data)
+    return dataclasses.replace(
+        config,
+        device=str(device),
+        precision=find_precision(config.precision, device),
+        engine=find_engine(config.engine, device),
+        data=str(path.resolve()) if path.exists() else config.data,
+        model=fit_model(config.model, data),
+    )
+
+
+def fit_model(model: ModelConfig, data: TextData | GameData) -> ModelConfig:
+    """The model with its trunk kept, and the inputs and outputs that the data asks for."""
+    if isinstance(data, TextData):
+        return _fit_language(model, data.vocabulary)
+    raise ConfigError(f"{data.name} holds games of {data.game}")
+
+
+def _fit_language(model: ModelConfig, vocabulary: Vocabulary) -> LanguageConfig:
+    if not isinstance(model, LanguageConfig):
+        return LanguageConfig(decoder=model.decoder, vocabulary=vocabulary.size)
+    if vocabulary.kind == "tokens" and model.vocabulary >= vocabulary.size:
+        return model  # ids of an unknown tokenizer: those that the text lacks exist all the same
+    return dataclasses.replace(model, vocabulary=vocabulary.size)

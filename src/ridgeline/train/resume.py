@@ -1,0 +1,179 @@
+"""A run's state in its folder: what a checkpoint holds, and how a run goes on from one to the bit.
+
+RUN/config.toml      the resolved configuration
+RUN/metrics.jsonl    see metrics.py
+RUN/last, RUN/best   checkpoints: of the last step saved, and of the lowest validation loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline import checkpoint
+from ridgeline.checkpoint import Checkpoint
+from ridgeline.data.games import GameData
+from ridgeline.data.loader import Batches
+from ridgeline.data.text import TextData
+from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.train.config import AUTO, STOPS, TrainConfig
+from ridgeline.train.settings import from_dict, to_dict, to_toml
+from ridgeline.train.step import Step
+
+LAST, BEST = "last", "best"
+FREE = {*STOPS, "data", "eval_interval", "eval_windows", "checkpoint_interval", "track", "engine", "device", "out"}
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: optimisation steps done.
+        tokens: positions learned from.
+        seconds: training time, validation and checkpoints not counted.
+        train_loss: loss of the last step; None before the first.
+        val_loss: newest validation loss; None before the first.
+        best_loss: lowest validation loss; None before the first.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    train_loss: float | None = None
+    val_loss: float | None = None
+    best_loss: float | None = None
+
+
+def open_folder(config: TrainConfig) -> Path:
+    """Make the folder of a new run and write its config there.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be made.
+    """
+    if config.out != AUTO:
+        folder = Path(config.out)
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"{folder} exists; choose another --out, or go on with the run in it by --resume {folder}"
+            )
+        _make(folder, exist_ok=True)
+    else:
+        number = 1
+        while True:
+            folder = Path("runs") / (config.preset if number == 1 else f"{config.preset}-{number}")
+            if not folder.exists():
+                break
+            number += 1
+        _make(folder, exist_ok=False)
+    return folder
+
+
+def _make(folder: Path, *, exist_ok: bool) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run's folder {folder} ({error.strerror}); choose another --out") from error
+
+
+def write_config(folder: Path, config: TrainConfig) -> None:
+    """Save the resolved config beside the run."""
+    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def save(
+    folder: Path,
+    config: TrainConfig,
+    progress: Progress,
+    model: nn.Module,
+    step: Step,
+    batches: Batches,
+    data: TextData | GameData,
+) -> Path:
+    """Write the `last` checkpoint of a run."""
+    tensors = checkpoint.join(model=model.state_dict(), optimizer=step.state_dict(), rng=random_state(config.device))
+    meta = {
+        "preset": config.preset,
+        "config": to_dict(config),
+        "window": to_dict(config.window),
+        **describe(data),
+        "data": batches.state_dict(),
+        **vars(progress),
+    }
+    return checkpoint.save(folder, tensors, meta)
+
+
+def describe(data: TextData | GameData) -> dict[str, Any]:
+    """What a checkpoint says of its data: the vocabulary of a text, the features of a game."""
+    return {"vocabulary": data.vocabulary.to_dict()} if isinstance(data, TextData) else {"features": data.features}
+
+
+def random_state(device: str) -> dict[str, Tensor]:
+    """State of PyTorch's generators that training draws from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.startswith("cuda"):
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore(saved: Checkpoint, config: TrainConfig, model: nn.Module, step: Step, batches: Batches) -> Progress:
+    """Take up a run where a checkpoint left it.
+
+    Raises:
+        CheckpointError: it lacks what a run needs.
+        DataError: the data is another one.
+    """
+    load_weights(saved, model)
+    step.load_state_dict(saved.group("optimizer"))
+    batches.load_state_dict(saved.meta["data"])
+    state = saved.group("rng")
+    torch.set_rng_state(state["cpu"])
+    if config.device.startswith("cuda") and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], config.device)
+    return Progress(**{name: saved.meta[name] for name in vars(Progress())})
+
+
+def load_weights(saved: Checkpoint, model: nn.Module) -> None:
+    """Give a model the weights of a checkpoint of the same model config.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    try:
+        model.load_state_dict(saved.group("model"))
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"the weights in {saved.path} are of another model: {str(error).splitlines()[-1]}"
+        ) from error
+
+
+def config_of(saved: Checkpoint) -> TrainConfig:
+    """The config of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: no training run wrote it.
+    """
+    try:
+        return from_dict(saved.meta["config"])
+    except (KeyError, ConfigError) as error:
+        raise CheckpointError(
+            f"{saved.path} holds no run that can be gone on with ({error}); use --init-from"
+        ) from error
+
+
+def check_resumable(saved: Checkpoint, config: TrainConfig) -> None:
+    """Refuse to go on under a config in which more differs than length, intervals, engine and device.
+
+    Raises:
+        CheckpointError: names the settings that differ.
+    """
+
+    def bound(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in settings.items() if key not in FREE}
+
+    checkpoint.check_config(bound(saved.meta["config"]), bound(to_dict(config)))

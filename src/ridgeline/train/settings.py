@@ -1,0 +1,150 @@
+"""Configs as nested dicts and TOML, and changes to a config by key.
+
+TOML has no null: a setting that is None is written as the string "none", so that a file says everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ridgeline.errors import ConfigError, nearest
+from ridgeline.train.config import STOPS, TrainConfig
+
+T = TypeVar("T")
+NONE = "none"
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """A config as nested dicts and lists that JSON and TOML can hold."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))  # type: ignore[call-overload]
+
+
+def from_dict(values: Mapping[str, Any]) -> TrainConfig:
+    """The TrainConfig of a whole dict (`to_dict`'s).
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value cannot be.
+    """
+    return _build(TrainConfig, values, "")
+
+
+def override(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """The config with some values replaced; naming one of steps, tokens and minutes unsets the other two.
+
+    Raises:
+        ConfigError: a key is unknown, or a value cannot be.
+    """
+    if any(values.get(stop) not in (None, NONE) for stop in STOPS):
+        values = {**dict.fromkeys(STOPS), **values}
+    return _override(config, values, "")
+
+
+def read_toml(file: str | Path) -> dict[str, Any]:
+    """The settings in a TOML file.
+
+    Raises:
+        ConfigError: it cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the settings {file} cannot be read ({error}); give a readable TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from error
+
+
+def to_toml(config: object) -> str:
+    """A config as TOML, every setting named."""
+    return "\n".join(_table(to_dict(config), "")).lstrip("\n") + "\n"
+
+
+def _table(values: Mapping[str, Any], path: str) -> list[str]:
+    plain = [f"{key} = {_literal(value)}" for key, value in values.items() if not isinstance(value, Mapping)]
+    lines = [*(["", f"[{path}]"] if path else []), *plain]
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            lines += _table(value, f"{path}.{key}" if path else key)
+    return lines
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return f'"{NONE}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_literal(item)}" for key, item in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False)  # numbers, booleans and strings are written alike in both
+
+
+def _override(config: T, values: Mapping[str, Any], path: str) -> T:
+    kinds = typing.get_type_hints(type(config))
+    known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
+    changes = {}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{nearest(key, known, 'setting')}{f' (in {path})' if path else ''}")
+        current, where = getattr(config, key), f"{path}.{key}" if path else key
+        if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
+            changes[key] = _override(current, value, where)
+        else:
+            changes[key] = _convert(kinds[key], value, where)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+
+
+def _build(kind: type[T], values: Mapping[str, Any], path: str) -> T:
+    kinds = typing.get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in fields:
+            raise ConfigError(f"{nearest(key, fields, 'setting')}{f' (in {path})' if path else ''}")
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in values and not optional:
+            raise ConfigError(f"the setting {name!r} is missing{f' in {path}' if path else ''}; add it")
+    return kind(**{key: _convert(kinds[key], value, f"{path}.{key}" if path else key) for key, value in values.items()})
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """`value`, as JSON or TOML gives it, as the annotated type `kind`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return _convert_union(arguments, value, path)
+    if origin is tuple and isinstance(value, Sequence) and not isinstance(value, str):
+        if arguments[-1] is Ellipsis:
+            arguments = (arguments[0],) * len(value)
+        if len(value) != len(arguments):
+            raise ConfigError(f"{path} must have {len(arguments)} entries, got {len(value)}")
+        return tuple(_convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(arguments, value, strict=True)))
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return _build(kind, value, path)  # type: ignore[arg-type]
+    if origin is typing.Literal:
+        kind = str  # its own config says which words it takes
+    if kind is float and type(value) is int:
+        return float(value)
+    if not (isinstance(kind, type) and isinstance(value, kind)) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(f"{path} must be {_describe(kind)}, got {value!r}")
+    return value
+
+
+def _convert_union(kinds: Sequence[Any], value: Any, path: str) -> Any:
+    if type(None) in kinds:
+        if value is None or value == NONE:
+            return None
+        kinds = [kind for kind in kinds if kind is not type(None)]
+    if isinstance(value, Mapping):  # the config whose settings the keys resemble most
+        shared = [len(value.keys() & {f.name for f in dataclasses.fields(kind)}) for kind in kinds]
+        return _convert(kinds[shared.index(max(shared))], value, path)
+    return _convert(kinds[0], value, path)
+
+
+def _describe(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", str: "a word", bool: "true or false"}
+    return names.get(kind, "a list" if typing.get_origin(kind) is tuple else "a table")
