@@ -24,8 +24,8 @@ def column_sums_kernel(
     sums = tl.zeros((BLOCK_P, BLOCK_W), dtype=tl.float32)
     for first in range(0, P, BLOCK_P):
         row = first + rows
-        address = partials_ptr + (row * stride)[:, None] + column[None, :]
-        sums += tl.load(address, mask=(row < P)[:, None] & inside[None, :], other=0.0)
+        address = partials_ptr + (row.to(tl.int64) * stride)[:, None] + column[None, :]
+        sums += tl.load(address, mask=(row < P)[:, None] & inside[None, :], other=0.0).to(tl.float32)
     total = tl.sum(sums, axis=0)
     target = column
     if index_ptr is not None:
@@ -38,12 +38,12 @@ def column_sums_kernel(
 def column_sums_raw(
     partials_PW: Tensor, out: Tensor, index_W: Tensor | None = None, *, accumulate: bool = True, warps: int = 4
 ) -> None:
-    """Add (or write) the column sums of fp32 `partials_PW` into fp32 `out`, at `index_W` where given (int32).
+    """Add (or write) the column sums of `partials_PW` (fp32, or any storage) into fp32 `out`, at `index_W` (int32).
 
     Rows of `partials_PW` may be strided; its columns are contiguous. Bitwise the same on every run.
     """
     P, W = partials_PW.shape
-    block_p, block_w = 64, 16 if W <= 4096 else 64
+    block_p, block_w = (64, 16) if W <= 4096 else (32, 128)
     column_sums_kernel[(triton.cdiv(W, block_w),)](
         partials_PW, out, index_W, partials_PW.stride(0), P, W,
         ACCUMULATE=accumulate, BLOCK_P=block_p, BLOCK_W=block_w, num_warps=warps,

@@ -25,12 +25,14 @@ class Launch:
         warps: warps of a program.
         per_processor: programs a multiprocessor, where a kernel loops over tiles.
         columns: columns of a tile, where a tile does not hold a whole row.
+        stages: tiles in flight, where a loop's loads are pipelined; 1 for none.
     """
 
     rows: int
     warps: int
     per_processor: int = 4
     columns: int = 1024
+    stages: int = 1
 
 
 def interpreting() -> bool:

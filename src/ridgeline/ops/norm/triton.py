@@ -64,7 +64,7 @@ def norm_backward_kernel(
     dh_ptr, r_ptr, weight_ptr, mean_ptr, rstd_ptr, dresidual_ptr, dr_ptr, dbranch_ptr, partials_ptr, partials_stride,
     seed_step_ptr, site, sample_offset, N, T, scale,
     C: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient."""
     column_C = tl.arange(0, BLOCK_C)
@@ -77,7 +77,7 @@ def norm_backward_kernel(
     dbias_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
     dbranch_bias_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
 
-    for tile in range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
         row_R = tile * ROWS + tl.arange(0, ROWS)
         base = tl.cast(tile, tl.int64) * (ROWS * C)
         inside_R = row_R < N
@@ -219,5 +219,5 @@ def norm_backward_raw(
         dh_NC, r_NC, weight_C, mean_N, rstd_N, dresidual_NC, dr_NC, dbranch_NC, partials_PW, partials_PW.stride(0),
         dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
         N, T, scale, C=C, RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold,
-        ROWS=config.rows, BLOCK_C=power_of_two(C), num_warps=config.warps,
+        ROWS=config.rows, BLOCK_C=power_of_two(C), STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Cost of cross-entropy over N rows of V logits.
+
+fused     one kernel reads the logits and overwrites them with their gradient
+plain     as PyTorch has it: logits to fp32, log-softmax written, its gradient and the logits' gradient in fp32
+chunked   product and loss together, a chunk of rows at a time: the logits never travel to memory
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ridgeline.cost import INSTRUCTION, SPECIAL, OpCost, Storage
+
+LossForm = Literal["fused", "plain", "chunked"]
+LOGIT_FLOPS = SPECIAL + 4 * INSTRUCTION
+TARGET = 8  # bytes of a target
+
+
+def cross_entropy(name: str, rows: int, classes: int, *, form: LossForm, store: Storage) -> tuple[OpCost, OpCost]:
+    """The loss and the logits' gradient, forward and backward, of `rows` × `classes` logits."""
+    logits = rows * classes
+    stored, full = logits * store.activation, logits * 4
+    read = written = read_back = written_back = 0
+    if form == "fused":
+        read, written = stored, stored
+    elif form == "plain":
+        cast = store.activation != 4
+        read, written = full + cast * stored, full + cast * full
+        # the loss fills the log-softmax's gradient; its backward reads that and the log-softmax
+        read_back, written_back = 2 * full + cast * full, 2 * full + cast * stored
+    return (
+        OpCost(
+            name=name,
+            phase="forward",
+            vector_flops=logits * LOGIT_FLOPS,
+            read_bytes=read + rows * TARGET,
+            written_bytes=written + rows * store.statistic,
+        ),
+        OpCost(
+            name=name,
+            phase="backward",
+            vector_flops=logits * LOGIT_FLOPS if form == "plain" else 0,
+            read_bytes=read_back,
+            written_bytes=written_back,
+            launches=2 if form == "plain" else 0,
+        ),
+    )

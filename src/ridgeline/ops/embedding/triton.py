@@ -1,0 +1,244 @@
+"""Embedding in Triton: gather forward; table and position gradients without unordered atomics.
+
+The table's gradient is a segmented sum. Small tables (≤ 512 rows) take it as a product with a one-hot matrix built in
+registers, split along the rows, the parts added in a fixed order. Larger ones sort the indices (stable), so that a
+chunk of 64 sorted rows holds few runs of equal indices: a run inside a chunk belongs to one program alone and is added
+straight to the table; the runs at a chunk's two ends are left as partials, which one program a run adds in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
+from ridgeline.ops.dropout.reference import DropoutState, quantise
+from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
+
+ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
+CHUNK = 64  # sorted indices of a chunk
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset", "N"])
+def gather_kernel(
+    ids_ptr, table_ptr, positions_ptr, out_ptr, seed_step_ptr, site, sample_offset, N, K, T, out_stride, scale,
+    C: tl.constexpr, V: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """out[n, k · C …] = dropout(table[ids[n, k]] + positions[n mod T]); NaN for an index out of range."""
+    item_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, BLOCK_C)
+    row_R, place_R = item_R // K, item_R % K
+    inside_R = item_R < N * K
+    inside_RC = inside_R[:, None] & (column_C < C)[None, :]
+    id_R = tl.load(ids_ptr + item_R, mask=inside_R, other=0).to(tl.int64)
+    known_R = (id_R >= 0) & (id_R < V)
+    source_RC = table_ptr + (id_R * C)[:, None] + column_C[None, :]
+    x_RC = tl.load(source_RC, mask=inside_RC & known_R[:, None], other=0.0).to(tl.float32)
+    x_RC = tl.where(known_R[:, None], x_RC, float("nan"))
+    if positions_ptr is not None:
+        place_RC = positions_ptr + ((row_R % T) * C)[:, None] + column_C[None, :]
+        x_RC += tl.load(place_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    if THRESHOLD > 0:
+        key_0, key_1 = site_keys(seed_step_ptr, site)
+        keep_RC = hidden_keep_tile(key_0, key_1, sample_offset, row_R, column_C, T, C, THRESHOLD)
+        x_RC = tl.where(keep_RC, x_RC * scale, 0.0)
+    out_RC = out_ptr + (row_R.to(tl.int64) * out_stride + place_R * C)[:, None] + column_C[None, :]
+    tl.store(out_RC, x_RC.to(out_ptr.dtype.element_ty), mask=inside_RC)
+
+
+@triton.jit(do_not_specialize=["N"])
+def table_gradient_small_kernel(
+    dout_ptr, ids_ptr, partials_ptr, partials_stride, N, K, stride, V,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """partials[program] = onehot(ids)ᵀ · dout over this program's share of the items; (V, C) flattened."""
+    row_V = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    column_C = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    sum_VC = tl.zeros((BLOCK_V, BLOCK_C), dtype=tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(N * K, ROWS), tl.num_programs(0)):
+        item_R = tile * ROWS + tl.arange(0, ROWS)
+        inside_R = item_R < N * K
+        id_R = tl.load(ids_ptr + item_R, mask=inside_R, other=-1).to(tl.int32)
+        source_RC = dout_ptr + ((item_R // K).to(tl.int64) * stride + (item_R % K) * C)[:, None] + column_C[None, :]
+        dout_RC = tl.load(source_RC, mask=inside_R[:, None] & (column_C < C)[None, :], other=0.0)
+        hot_VR = (row_V[:, None] == id_R[None, :]).to(dout_ptr.dtype.element_ty)
+        sum_VC = tl.dot(hot_VR, dout_RC, sum_VC, input_precision="ieee")
+    out_VC = partials_ptr + tl.program_id(0) * partials_stride + (row_V * C)[:, None] + column_C[None, :]
+    tl.store(out_VC, sum_VC, mask=(row_V < V)[:, None] & (column_C < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["N"])
+def table_gradient_sorted_kernel(
+    dout_ptr, order_ptr, sorted_ptr, dtable_ptr, ends_ptr, N, K, stride, V,
+    C: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Sums of the runs of one chunk: inner runs are added to the table, first and last are left in `ends`."""
+    chunk = tl.program_id(0)
+    column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside_C = column_C < C
+    lane_R = tl.arange(0, CHUNK)
+    place_R = chunk * CHUNK + lane_R
+    inside_R = place_R < N * K
+    id_R = tl.load(sorted_ptr + place_R, mask=inside_R, other=-1)
+    before_R = tl.load(sorted_ptr + place_R - 1, mask=inside_R & (lane_R > 0), other=-1)
+    run_R = tl.cumsum(((id_R != before_R) & (lane_R > 0)).to(tl.int32), axis=0)
+    item_R = tl.load(order_ptr + place_R, mask=inside_R, other=0)
+    source_RC = dout_ptr + ((item_R // K) * stride + (item_R % K) * C)[:, None] + column_C[None, :]
+    dout_RC = tl.load(source_RC, mask=inside_R[:, None] & inside_C[None, :], other=0.0)
+    member_RR = (lane_R[:, None] == run_R[None, :]) & inside_R[None, :]
+    sum_RC = tl.dot(member_RR.to(dout_ptr.dtype.element_ty), dout_RC, input_precision="ieee")
+    run_id_R = tl.max(tl.where(member_RR, id_R[None, :], -1), axis=1)  # of the run numbered by the lane
+    last = tl.max(tl.where(inside_R, run_R, 0), axis=0)
+    known_R = (run_id_R >= 0) & (run_id_R < V)
+    inner_RC = (known_R & (lane_R > 0) & (lane_R < last))[:, None] & inside_C[None, :]
+    target_RC = dtable_ptr + (run_id_R.to(tl.int64) * C)[:, None] + column_C[None, :]
+    tl.store(target_RC, tl.load(target_RC, mask=inner_RC, other=0.0) + sum_RC, mask=inner_RC)
+    end_RC = ends_ptr + ((chunk.to(tl.int64) * 2 + tl.where(lane_R == 0, 0, 1)) * C)[:, None] + column_C[None, :]
+    tl.store(end_RC, sum_RC, mask=((lane_R == 0) | (lane_R == last))[:, None] & inside_C[None, :])
+
+
+@triton.jit(do_not_specialize=["N"])
+def table_gradient_ends_kernel(
+    sorted_ptr, dtable_ptr, ends_ptr, N, V,
+    C: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Add a run that begins in this chunk and is its first or last: the parts of the chunks it spans, in order."""
+    chunk = tl.program_id(0)
+    which = tl.program_id(1)
+    column_C = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside_C = column_C < C
+    first = chunk * CHUNK
+    final = tl.minimum(first + CHUNK, N) - 1
+    head, tail = tl.load(sorted_ptr + first), tl.load(sorted_ptr + final)
+    previous = tl.load(sorted_ptr + first - 1, mask=first > 0, other=-1)
+    single = head == tail
+    # the first run is this program's to add when it begins here; a chunk of a single run has no last one
+    owns = tl.where(which == 0, head != previous, head != tail)
+    id_ = tl.where(which == 0, head, tail)
+    if owns & (id_ >= 0) & (id_ < V):
+        sum_C = tl.load(ends_ptr + (chunk.to(tl.int64) * 2 + which) * C + column_C, mask=inside_C, other=0.0)
+        if single | (which == 1):
+            rest_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
+            following = chunk + 1
+            chunks = tl.cdiv(N, CHUNK)
+            more = following < chunks
+            while more:
+                row_R = following + tl.arange(0, ROWS)
+                head_R = tl.load(sorted_ptr + row_R * CHUNK, mask=row_R < chunks, other=-1)
+                same_R = head_R == id_
+                address_RC = ends_ptr + (row_R.to(tl.int64) * 2 * C)[:, None] + column_C[None, :]
+                rest_RC += tl.load(address_RC, mask=same_R[:, None] & inside_C[None, :], other=0.0)
+                following += ROWS
+                more = (following < chunks) & (tl.sum(same_R.to(tl.int32), axis=0) == ROWS)
+            sum_C += tl.sum(rest_RC, axis=0)
+        target_C = dtable_ptr + id_.to(tl.int64) * C + column_C
+        tl.store(target_C, tl.load(target_C, mask=inside_C, other=0.0) + sum_C, mask=inside_C)
+
+
+def gather_raw(
+    ids_NK: Tensor,
+    table_VC: Tensor,
+    out_NX: Tensor,
+    *,
+    positions_RC: Tensor | None = None,
+    T: int = 1,
+    p: float = 0.0,
+    dropout: DropoutState | None = None,
+    site: int = 0,
+    config: Launch | None = None,
+) -> None:
+    """Write the rows of `table_VC` that `ids_NK` names into `out_NX`, K · C columns a row. Allocates nothing.
+
+    Args:
+        ids_NK: int64 or int32, contiguous; an index out of range gives NaN.
+        table_VC: contiguous. `positions_RC`: added by position (K is 1 then), or None.
+        out_NX: at least K · C columns; rows may be strided (a slice of a concatenated input).
+        T: positions of a sample. `p`, `dropout`, `site`: dropout of the sum (K is 1 then).
+        config: launch; None for the frozen one.
+    """
+    (N, K), (V, C) = ids_NK.shape, table_VC.shape
+    block_c = max(power_of_two(C), 8)
+    config = config or Launch(rows=max(1, min(256, 2048 // block_c)), warps=4)
+    threshold, scale = quantise(p) if dropout is not None else (0, 1.0)
+    gather_kernel[(grid_rows(N * K, config.rows),)](
+        ids_NK, table_VC, positions_RC, out_NX, dropout.seed_step if dropout is not None else None, site,
+        dropout.sample_offset if dropout is not None else 0, N, K, T, out_NX.stride(0), scale,
+        C=C, V=V, THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=block_c, num_warps=config.warps,
+    )  # fmt: skip
+
+
+def small_config(items: int, V: int, C: int) -> Launch:
+    """The launch of the one-hot gradient."""
+    return Launch(rows=64, warps=4, columns=max(16, min(64, power_of_two(C))), per_processor=2)
+
+
+def small_partials(items: int, V: int, C: int, tensor: Tensor, config: Launch | None = None) -> int:
+    """Rows of partials of the one-hot gradient on the tensor's card."""
+    config = config or small_config(items, V, C)
+    tiles = grid_rows(V, _block_v(V)) * grid_rows(C, config.columns)
+    return max(1, min(grid_rows(items, config.rows), config.per_processor * processors(tensor.device) // tiles))
+
+
+def _block_v(V: int) -> int:
+    return max(16, min(128, power_of_two(V)))
+
+
+def table_gradient_small_raw(
+    dout_NX: Tensor,
+    ids_NK: Tensor,
+    dtable_VC: Tensor,
+    partials_PW: Tensor,
+    *,
+    accumulate: bool = True,
+    config: Launch | None = None,
+) -> None:
+    """Add (or write) a small table's gradient: two launches, deterministic. Allocates nothing.
+
+    Args:
+        dout_NX: gradient of the gathered rows, K · C columns used; rows may be strided.
+        ids_NK: as in the forward pass. `dtable_VC`: fp32.
+        partials_PW: fp32, `small_partials` rows, V · C columns.
+        accumulate: add to `dtable_VC` instead of writing it.
+        config: launch; None for the frozen one.
+    """
+    (N, K), (V, C) = ids_NK.shape, dtable_VC.shape
+    config = config or small_config(N * K, V, C)
+    block_v = _block_v(V)
+    table_gradient_small_kernel[(partials_PW.shape[0], grid_rows(V, block_v), grid_rows(C, config.columns))](
+        dout_NX, ids_NK, partials_PW, partials_PW.stride(0), N, K, dout_NX.stride(0), V,
+        C=C, ROWS=config.rows, BLOCK_V=block_v, BLOCK_C=config.columns, num_warps=config.warps,
+    )  # fmt: skip
+    column_sums_raw(partials_PW, dtable_VC, accumulate=accumulate)
+
+
+def table_gradient_sorted_raw(
+    dout_NX: Tensor, ids_NK: Tensor, dtable_VC: Tensor, ends_Z2C: Tensor, *, warps: int = 4
+) -> None:
+    """Add a large table's gradient: a stable sort (whose memory comes from the caching allocator) and two launches.
+
+    Args:
+        dout_NX: gradient of the gathered rows, K · C columns used; rows may be strided.
+        ids_NK: as in the forward pass. `dtable_VC`: fp32, added to.
+        ends_Z2C: fp32 for the runs at the ends of Z = ⌈N · K / 64⌉ chunks.
+        warps: of a program.
+    """
+    (N, K), (V, C) = ids_NK.shape, dtable_VC.shape
+    sorted_ids, order = torch.sort(ids_NK.flatten(), stable=True)
+    block_c = max(16, min(128, power_of_two(C)))
+    chunks, blocks = grid_rows(N * K, CHUNK), grid_rows(C, block_c)
+    table_gradient_sorted_kernel[(chunks, blocks)](
+        dout_NX, order, sorted_ids, dtable_VC, ends_Z2C, N, K, dout_NX.stride(0), V,
+        C=C, CHUNK=CHUNK, BLOCK_C=block_c, num_warps=warps,
+    )  # fmt: skip
+    table_gradient_ends_kernel[(chunks, 2, blocks)](
+        sorted_ids, dtable_VC, ends_Z2C, N * K, V, C=C, CHUNK=CHUNK, ROWS=16, BLOCK_C=block_c, num_warps=warps
+    )
+
+
+def position_gradient_raw(dout_BTC: Tensor, dpositions_RC: Tensor, *, accumulate: bool = True) -> None:
+    """Add (or write) Σ_b dout[b] into the first T rows of fp32 `dpositions_RC`. Allocates nothing."""
+    B, T, C = dout_BTC.shape
+    column_sums_raw(dout_BTC.view(B, T * C), dpositions_RC[:T].view(T * C), accumulate=accumulate)
