@@ -94,9 +94,7 @@ def _lanes(word_0: Tensor, word_1: Tensor) -> Tensor:
     return torch.stack([word_0 & 0x7FFF, (word_0 >> 16) & 0x7FFF, word_1 & 0x7FFF, (word_1 >> 16) & 0x7FFF], -1)
 
 
-def hidden_keep(
-    state: DropoutState, site: int, shape: tuple[int, int, int], p: float, device: torch.device
-) -> Tensor:
+def hidden_keep(state: DropoutState, site: int, shape: tuple[int, int, int], p: float, device: torch.device) -> Tensor:
     """Which elements of a (B, T, C) tensor are kept: bool[B, T, C]; C is a multiple of 4."""
     B, T, C = shape
     stream_B = torch.arange(B, device=device) + state.sample_offset
