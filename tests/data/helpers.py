@@ -5,6 +5,9 @@ import numpy as np
 from ridgeline.data import games, shards, text
 from ridgeline.games.table import GameTable
 
+HEADS = (("low", 251), ("high", 4), ("game", 64))
+GROUPS = (("game", 64, 1), ("frame", 1000, 1))
+
 
 def make_text(folder, length=1000, seed=0):
     content = np.random.default_rng(seed).integers(97, 123, length).astype(np.uint8)
@@ -27,5 +30,15 @@ def make_games(folder, lengths, seed=0):
     tables = [make_table(game, frames) for game, frames in enumerate(lengths)]
     origins = [{"seed": 100 + game} for game in range(len(tables))]
     features = {"name": "test", "version": 1}
-    games.write(folder, tables, name="games", game="test", features=features, provenance=origins, seed=seed)
+    games.write(
+        folder,
+        tables,
+        name="games",
+        game="test",
+        heads=HEADS,
+        groups=GROUPS,
+        features=features,
+        provenance=origins,
+        seed=seed,
+    )
     return games.open_games(shards.read(folder))

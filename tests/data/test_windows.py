@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from data.helpers import make_games, make_table, make_text
+from data.helpers import GROUPS, HEADS, make_games, make_table, make_text
+from ridgeline.data import games
 from ridgeline.data.loader import Batches, Validation, windows_of
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, DataError
@@ -126,16 +127,21 @@ def test_unusable_games_name_the_cure(tmp_path):
         Batches(data, WindowSpec(context=4, delay=5), batch=1)
 
 
-def test_tables_that_do_not_fit_together_are_refused(tmp_path, monkeypatch):
-    from ridgeline.data import games
-
+def test_tables_that_do_not_fit_together_are_refused(tmp_path):
     table = make_table(0, 10)
     wrong = type(table)(**{**vars(table), "numbers": table.numbers.astype(np.float64)})
-    with pytest.raises(DataError, match=r"numbers must be float32\[frames, 3\] in every game, got float64\[10, 3\]"):
-        games.write(tmp_path / "g", [table, wrong], name="", game="", features={}, provenance=[{}, {}])
-    with pytest.raises(DataError, match="2 games have 1 records of their origin"):
-        games.write(tmp_path / "g", [table, table], name="", game="", features={}, provenance=[{}])
-    assert not (tmp_path / "g").exists()
+    fine = {"name": "", "game": "", "heads": HEADS, "groups": GROUPS, "features": {}, "provenance": [{}, {}]}
+    for tables, changed, message in (
+        ([table, wrong], {}, r"numbers must be float32\[frames, 3\] in every game, got float64\[10, 3\]"),
+        ([table, table], {"provenance": [{}]}, "2 games have 1 records of their origin"),
+        ([table, table], {"heads": HEADS[:2]}, "controller has 3 columns, 2 are declared"),
+        ([table, table], {"groups": ()}, "categories has 2 columns, 0 are declared"),
+        ([table, table], {"heads": (("low", 9), *HEADS[1:])}, r"target holds classes that do not exist \(9 of 9\)"),
+        ([table, table], {"groups": (GROUPS[0], ("frame", 5, 1))}, r"categories holds classes .* \(9 of 5\)"),
+    ):
+        with pytest.raises(DataError, match=message):
+            games.write(tmp_path / "g", tables, **{**fine, **changed})
+        assert not (tmp_path / "g").exists()
 
 
 def test_text_windows_cover_an_epoch_once_and_move_between_epochs(tmp_path):

@@ -33,6 +33,8 @@ class GameData:
         held_out: int64[…], the games that validate.
         fingerprint: checksum of all of these.
         path: the folder.
+        heads: name and number of classes of each part of the controller.
+        groups: name, rows of the embedding table and number of columns of each categorical input.
         features: name and version of what the columns mean.
         provenance: for every game, how it came about.
     """
@@ -47,6 +49,8 @@ class GameData:
     held_out: NDArray[np.int64]
     fingerprint: str
     path: Path
+    heads: tuple[tuple[str, int], ...]
+    groups: tuple[tuple[str, int, int], ...]
     features: dict[str, Any]
     provenance: list[dict[str, Any]]
 
@@ -82,6 +86,8 @@ def write(
     *,
     name: str,
     game: str,
+    heads: Sequence[tuple[str, int]],
+    groups: Sequence[tuple[str, int, int]] = (),
     features: dict[str, Any],
     provenance: Sequence[dict[str, Any]],
     seed: int = 0,
@@ -94,13 +100,16 @@ def write(
         tables: one a game, with equal columns.
         name: what to call them.
         game: which game it is.
+        heads: see GameData.
+        groups: see GameData.
         features: name and version of what the columns mean.
         provenance: one dict a game.
         seed: of the choice of held-out games.
         once: for the cache: a folder that exists holds these very games and stays.
 
     Raises:
-        DataError: fewer than two games, tables that do not fit together, or a folder that cannot be written.
+        DataError: fewer than two games, tables that do not fit together or hold a class that does not exist, or a
+            folder that cannot be written.
     """
     if len(tables) != len(provenance):
         raise DataError(f"{len(tables)} games have {len(provenance)} records of their origin; give one each")
@@ -108,9 +117,22 @@ def write(
     arrays: dict[str, NDArray[Any]] = {
         column: _join([getattr(table, column) for table in tables], column, dtype) for column, dtype in COLUMNS.items()
     }
+    classes = [size for _, size in heads]
+    _check_classes("controller", arrays["controller"], classes)
+    _check_classes("target", arrays["target"], classes)
+    _check_classes("categories", arrays["categories"], [rows for _, rows, columns in groups for _ in range(columns)])
     arrays["offsets"] = np.cumsum([0, *map(len, tables)], dtype=np.int64)
     arrays["held_out"] = held_out
-    meta = {"name": name, "game": game, "features": features, "provenance": list(provenance)}
+    meta = {
+        "name": name,
+        "game": game,
+        "games": len(tables),
+        "frames": int(arrays["offsets"][-1]),
+        "heads": list(heads),
+        "groups": list(groups),
+        "features": features,
+        "provenance": list(provenance),
+    }
     return (shards.write_once if once else shards.write)(folder, "games", arrays, meta)
 
 
@@ -122,6 +144,8 @@ def open_games(data: shards.Shards) -> GameData:
         game=meta["game"],
         fingerprint=data.fingerprint,
         path=data.path,
+        heads=tuple((head, size) for head, size in meta["heads"]),
+        groups=tuple((group, rows, columns) for group, rows, columns in meta["groups"]),
         features=meta["features"],
         provenance=meta["provenance"],
         **data.arrays,
@@ -136,3 +160,13 @@ def _join(parts: list[NDArray[Any]], column: str, dtype: type) -> NDArray[Any]:
                 f"got {part.dtype.name}{list(part.shape)}"
             )
     return np.concatenate(parts)
+
+
+def _check_classes(column: str, array: NDArray[Any], classes: Sequence[int]) -> None:
+    if array.shape[1] != len(classes):
+        raise DataError(f"{column} has {array.shape[1]} columns, {len(classes)} are declared; make them agree")
+    beyond = [
+        f"{top} of {size}" for top, size in zip(array.max(axis=0, initial=0), classes, strict=True) if top >= size
+    ]
+    if beyond:
+        raise DataError(f"{column} holds classes that do not exist ({', '.join(beyond)}); correct the encoding")

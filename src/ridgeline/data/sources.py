@@ -7,6 +7,7 @@ import os
 import platform
 import sysconfig
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def _fetch(url: str) -> NDArray[np.uint8]:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
             return np.frombuffer(answer.read(), dtype=np.uint8)
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise DataError(
             f"cannot fetch {url} ({reason}); give the text as a file, or train on pystdlib, which is on this disk"
