@@ -1,0 +1,1 @@
+"""Boxing, the embedded default game: adapter, features, experts, demonstrations."""
