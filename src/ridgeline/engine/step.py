@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -271,7 +271,7 @@ class TrainStep:
         """Optimiser state and counters, by parameter name; the weights are the model's own `state_dict`."""
         return self.update.state_dict()
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up the state of another run of the same model, whatever its engine settings.
 
         Raises:

@@ -7,6 +7,7 @@ and no moment: the decision is taken on the device, and counted there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,40 +160,37 @@ class Update:
         rows = [(step, ring[step % RING]) for step in range(max(since, done - RING, 0), done)]
         return [StepMetrics(step, loss, norm, lr, bool(skipped)) for step, (loss, norm, lr, skipped) in rows]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Optimiser state as `optim.optimizer_tensors` names it, and the counters: independent of the flat layout."""
-        state = {f"engine.{name}": tensor for name, tensor in self._counters().items()}
-        for kind, flat in (("exp_avg", self.first), ("exp_avg_sq", self.second)):
-            state |= {f"{kind}.{name}": view for name, view in self.flat.views(flat).items()}
-        state |= {f"step.{slot.name}": self.applied.view(()) for slot in self.flat.slots}
-        return {name: tensor.detach().clone() for name, tensor in state.items()}
-
     def _counters(self) -> dict[str, Tensor]:
         return {
+            "applied": self.applied,
             "seed_step": self.seed_step,
             "skipped": self.skipped,
             "loss_scale": self.loss_scale,
             "growth": self._growth,
         }
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """Moments by parameter name and the counters: independent of how the buffers are laid out."""
+        state = self._counters()
+        for kind, flat in (("first", self.first), ("second", self.second)):
+            state |= {f"{kind}.{name}": view for name, view in self.flat.views(flat).items()}
+        return {name: tensor.detach().clone() for name, tensor in state.items()}
+
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes up the state that `state_dict`, or `optim.optimizer_tensors` of the same model, gave.
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes up what `state_dict` gave. Moments may be missing where no update was applied yet: they are zero.
 
         Raises:
-            CheckpointError: it belongs to another model, or to an optimiser that updated its parameters unevenly.
+            CheckpointError: it belongs to another model.
         """
-        groups: dict[str, dict[str, Tensor]] = {"exp_avg": {}, "exp_avg_sq": {}, "step": {}, "engine": {}}
-        for key, value in state.items():
-            kind, _, name = key.partition(".")
-            groups.setdefault(kind, {})[name] = value
-        steps = {float(value) for value in groups["step"].values()}
-        if len(steps) != 1:
-            raise CheckpointError(f"the optimiser's step counters must be one number, got {sorted(steps) or 'none'}")
-        self.flat.load(self.first, groups["exp_avg"], "the optimiser's first moment")
-        self.flat.load(self.second, groups["exp_avg_sq"], "the optimiser's second moment")
-        self.applied.fill_(steps.pop())
-        self.seed_step[1:].copy_(self.applied)
+        missing = [name for name in self._counters() if name not in state]
+        if missing:
+            raise CheckpointError(f"the optimiser state lacks {', '.join(missing)}")
+        for kind, flat in (("first", self.first), ("second", self.second)):
+            named = {name[len(kind) + 1 :]: value for name, value in state.items() if name.startswith(f"{kind}.")}
+            if named or int(state["applied"]):
+                self.flat.load(flat, named, f"the optimiser's {kind} moment")
+            else:
+                flat.zero_()
         for name, tensor in self._counters().items():
-            if name in groups["engine"]:
-                tensor.copy_(groups["engine"][name])
+            tensor.copy_(state[name].view_as(tensor))

@@ -1,0 +1,1 @@
+"""Benchmarks: workloads, contenders, timing, records and goals."""

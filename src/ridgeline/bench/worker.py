@@ -1,0 +1,86 @@
+"""A contender in a process of its own: builds its step, keeps it warm, and times some steps whenever it is told.
+
+The parent writes one JSON object a line on standard input and reads one a line from the file descriptor given as
+the argument; standard output stays free for whatever libraries print.
+
+    {"build": {workload, contender, device}}  → {"first_step_s", "warm_steps"}
+    {"time": K}                               → {"times_ms": [...], "peak_memory_bytes"}
+    anything that fails                       → {"error"}, and the process ends
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ridgeline.bench.contenders import build_step, find_contender
+from ridgeline.bench.timing import time_steps, warm_up
+from ridgeline.bench.workloads import random_batch, workload
+
+SETTLE = 3  # untimed steps of a turn: clocks and caches come back after the others' turns
+
+
+class Worker:
+    """What lives between two commands."""
+
+    def __init__(self) -> None:
+        self.step: Callable[[], object] | None = None
+        self.device = torch.device("cpu")
+
+    def build(self, *, workload_args: dict[str, Any], contender: str, device: str, warm_s: float) -> dict[str, Any]:
+        """Builds and warms the step up; the first step counts from the start of building it."""
+        self.device = torch.device(device)
+        case = workload(**workload_args)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.zeros(1, device=self.device)  # the context is not the contender's cost
+        batch = random_batch(case, self.device)
+        start = time.perf_counter()
+        train = build_step(find_contender(contender), case, self.device)
+        self.step = lambda: train(batch)
+        self.step()
+        self._wait()
+        first = time.perf_counter() - start
+        return {"first_step_s": first, "warm_steps": warm_up(self.step, self.device, limit_s=warm_s)}
+
+    def time(self, count: int) -> dict[str, Any]:
+        """Times `count` steps after a few untimed ones, then gives unused memory back to the card."""
+        assert self.step is not None
+        time_steps(self.step, SETTLE, self.device)
+        times = time_steps(self.step, count, self.device)
+        peak = None
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.empty_cache()
+        return {"times_ms": times, "peak_memory_bytes": peak}
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def main() -> None:
+    """Serves commands until standard input ends."""
+    worker = Worker()
+    with os.fdopen(int(sys.argv[1]), "w") as answers:
+        for line in sys.stdin:
+            command = json.loads(line)
+            try:
+                answer = worker.build(**command["build"]) if "build" in command else worker.time(command["time"])
+            except Exception as error:
+                text = str(error).strip()
+                answer = {"error": f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:500]}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+            if "error" in answer:
+                return
+
+
+if __name__ == "__main__":
+    main()

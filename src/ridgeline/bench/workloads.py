@@ -1,0 +1,109 @@
+"""What is measured: a preset, a batch, a context and a precision, on random data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import ConfigError, nearest
+from ridgeline.models import LanguageConfig, ModelConfig
+from ridgeline.presets import hal, language
+from ridgeline.records import WorkloadInfo
+from ridgeline.train.config import TrainConfig
+
+CPU_BATCH, CPU_CONTEXT = 4, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One row of a benchmark.
+
+    Attributes:
+        name: preset of the model.
+        model: its config.
+        batch: samples a step (B).
+        context: positions a sample (T).
+        precision: fp32, tf32, bf16 or fp16.
+    """
+
+    name: str
+    model: ModelConfig
+    batch: int
+    context: int
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or not 1 <= self.context <= self.model.decoder.context:
+            raise ConfigError(
+                f"{self.name} needs batch ≥ 1 and context from 1 to {self.model.decoder.context}, "
+                f"got {self.batch} and {self.context}"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Positions a step."""
+        return self.batch * self.context
+
+    def info(self) -> WorkloadInfo:
+        """The part of it that a record keeps."""
+        return WorkloadInfo(name=self.name, batch=self.batch, context=self.context, precision=self.precision)
+
+    def reduced(self) -> Workload:
+        """The same model at a size that a CPU runs in seconds."""
+        return replace(self, batch=min(self.batch, CPU_BATCH), context=min(self.context, CPU_CONTEXT), precision="fp32")
+
+
+_PRESETS: dict[str, tuple[Callable[[], TrainConfig], int]] = {  # preset and its samples a step
+    "hal-20m": (hal.hal_20m, 512),
+    "hal-5m": (hal.hal_5m, 512),
+    "gpt2-c256": (language.gpt2_c256, 32),
+    "fast-c256": (language.fast_c256, 32),
+    "gpt2-124m": (language.gpt2_124m, 64),
+}
+
+
+def workload(name: str, *, batch: int | None = None, context: int | None = None, precision: str = "bf16") -> Workload:
+    """The workload of a preset at its usual batch and context, or at those given.
+
+    Raises:
+        ConfigError: there is no such preset, or the sizes cannot be.
+    """
+    if name not in _PRESETS:
+        raise ConfigError(nearest(name, _PRESETS, "workload"))
+    preset, usual_batch = _PRESETS[name]
+    config = preset()
+    length = config.window.context if context is None else context
+    decoder = replace(config.model.decoder, context=max(length, config.window.context))
+    return Workload(
+        name=name,
+        model=replace(config.model, decoder=decoder),
+        batch=usual_batch if batch is None else batch,
+        context=length,
+        precision=precision,
+    )
+
+
+def random_batch(case: Workload, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+    """A batch of uniformly random inputs and targets. Random because zeros draw less power and clock higher."""
+    generator = torch.Generator().manual_seed(seed)
+    B, T, model = case.batch, case.context, case.model
+
+    def classes(*limits: int) -> Tensor:
+        columns = [torch.randint(0, limit, (B, T), generator=generator) for limit in limits]
+        return torch.stack(columns, dim=-1)
+
+    if isinstance(model, LanguageConfig):
+        tokens_BS = torch.randint(0, model.vocabulary, (B, T + 1), generator=generator)
+        batch = {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
+    else:
+        heads = [head.classes for head in model.heads]
+        batch = {
+            "categories": classes(*(c.rows for c in model.categories for _ in range(c.columns))),
+            "numbers": torch.randn(B, T, model.numbers, generator=generator),
+            "previous": classes(*heads),
+            "targets": classes(*heads),
+        }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
