@@ -6,6 +6,7 @@
 Implementations (`impl`):
     reference   explicit attention in the tensors' dtype; dropout masks from the counter of ops.dropout
     torch       what a PyTorch expert writes: scaled_dot_product_attention and F.dropout (PyTorch's own masks)
+    fused       the reference's function, masks included, by the kernels of models.fused
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ridgeline.models.config import DecoderConfig
 from ridgeline.ops.attention.reference import attention_reference, skew
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 
-IMPLEMENTATIONS = ("reference", "torch")
+IMPLEMENTATIONS = ("reference", "torch", "fused")
 EMBEDDING_SITE = 0
 
 
@@ -180,6 +181,10 @@ class Decoder(nn.Module):
             dropout = self.next_dropout()
         if self.positions is not None:
             x_BTC = x_BTC + self.positions[:T].to(x_BTC.dtype)
+        if self.impl == "fused":
+            from ridgeline.models.fused.stack import fused_stack  # imports Triton
+
+            return fused_stack(self, x_BTC, dropout)
         x_BTC = self.dropout(x_BTC, dropout)
         for block in self.blocks:
             x_BTC = block(x_BTC, dropout)

@@ -1,0 +1,215 @@
+"""One Transformer block with an explicit forward and backward: what is saved and what is fused is decided here.
+
+    qkv = h₁ Wqkvᵀ + b        o, lse = attention(qkv)        y = o Woutᵀ
+    r₁, h₂ = join(r₀, y)      u = h₂ Wupᵀ                    a = gelu(u + b)      z = a Wdownᵀ
+    r₂, h₃ = join(r₁, z)      with the next block's first norm, or the stack's last
+
+`join` is one kernel: r = residual + dropout(branch + bias), rounded to its storage, and h = norm(r). Its backward is
+one kernel too: dr = dresidual + norm'(dh), dbranch = dropout'(dr), and the column sums of the scale's, the shift's
+and the branch bias's gradients. A block hands on (r, h); it takes back dh and the gradient along the residual.
+
+Saved a token, in elements of 2 bytes, for width C, joint projection Q and MLP width F:
+    r₀ h₁ o r₁ h₂: 5 C      qkv: Q      u a: 2 F (F when a is recomputed)      and fp32 statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.models.config import DecoderConfig
+from ridgeline.models.fused.attention import AttentionStep
+from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops.activation import triton as activation
+from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.norm import triton as norm
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Samples, positions and the dropout of this pass (p is 0 outside training)."""
+
+    B: int
+    T: int
+    p: float
+    dropout: DropoutState | None
+
+    @property
+    def N(self) -> int:
+        """Rows of a flattened (B · T) tensor."""
+        return self.B * self.T
+
+
+class Norm(NamedTuple):
+    """A norm's weights: scale, and shift where it has one."""
+
+    weight_C: Tensor
+    bias_C: Tensor | None
+
+
+class BlockWeights(NamedTuple):
+    """A block's weights in the order in which the stack's autograd function takes them."""
+
+    norm_1: Norm
+    qkv_QC: Tensor
+    qkv_bias_Q: Tensor | None
+    relative_RD: Tensor | None
+    out_CM: Tensor
+    out_bias_C: Tensor | None
+    norm_2: Norm
+    up_FC: Tensor
+    up_bias_F: Tensor | None
+    down_CF: Tensor
+    down_bias_C: Tensor | None
+
+
+class Joined(NamedTuple):
+    """A join's results: the residual stream, its norm, and the norm's statistics."""
+
+    r_NC: Tensor
+    h_NC: Tensor
+    mean_N: Tensor | None
+    rstd_N: Tensor
+
+
+class Saved(NamedTuple):
+    """What a block's backward reads besides its input join."""
+
+    attention: AttentionStep
+    middle: Joined
+    u_NF: Tensor
+    a_NF: Tensor
+
+
+class JoinGradients(NamedTuple):
+    """A join's gradients: along the residual, into the branch, and of its small parameters."""
+
+    dr_NC: Tensor
+    dbranch_NC: Tensor
+    dweight_C: Tensor
+    dbias_C: Tensor | None
+    dbranch_bias_C: Tensor | None
+
+
+def join_forward(
+    config: DecoderConfig,
+    shape: Shape,
+    branch_NC: Tensor,
+    residual_NC: Tensor | None,
+    branch_bias_C: Tensor | None,
+    weights: Norm,
+    site: int,
+    *,
+    in_place: bool = True,
+) -> Joined:
+    """r = residual + dropout(branch + bias), in the branch's memory unless told otherwise; h = norm(r)."""
+    r_NC = branch_NC if in_place else torch.empty_like(branch_NC)
+    h_NC, rstd_N = torch.empty_like(branch_NC), branch_NC.new_empty(shape.N, dtype=torch.float32)
+    mean_N = torch.empty_like(rstd_N) if config.norm == "layernorm" else None
+    norm.norm_forward_raw(
+        branch_NC, weights.weight_C, weights.bias_C, h_NC, mean_N, rstd_N, eps=config.norm_eps, kind=config.norm,
+        r_NC=r_NC, residual_NC=residual_NC, branch_bias_C=branch_bias_C,
+        T=shape.T, p=shape.p, dropout=shape.dropout if shape.p > 0 else None, site=site,
+    )  # fmt: skip
+    return Joined(r_NC, h_NC, mean_N, rstd_N)
+
+
+def join_backward(
+    config: DecoderConfig,
+    shape: Shape,
+    dh_NC: Tensor,
+    dresidual_NC: Tensor | None,
+    joined: Joined,
+    weights: Norm,
+    branch_bias: bool,
+    site: int,
+) -> JoinGradients:
+    """The gradients of `join_forward`; dr takes `dresidual_NC`'s memory where there is one."""
+    N, C = dh_NC.shape
+    sums = 1 + (weights.bias_C is not None) + branch_bias
+    partials = dh_NC.new_empty(norm.partial_rows(N, C, dh_NC), sums * C, dtype=torch.float32)
+    dropped = shape.p > 0
+    dr_NC = torch.empty_like(dh_NC) if dresidual_NC is None else dresidual_NC
+    dbranch_NC = torch.empty_like(dh_NC) if dropped else dr_NC
+    norm.norm_backward_raw(
+        dh_NC, joined.r_NC, weights.weight_C, joined.mean_N, joined.rstd_N, partials, kind=config.norm,
+        bias=weights.bias_C is not None, branch_bias=branch_bias, dresidual_NC=dresidual_NC, dr_NC=dr_NC,
+        dbranch_NC=dbranch_NC if dropped else None, T=shape.T, p=shape.p,
+        dropout=shape.dropout if dropped else None, site=site,
+    )  # fmt: skip
+    small = list(_sums(partials).split(C))
+    dweight_C = small.pop(0)
+    dbias_C = small.pop(0) if weights.bias_C is not None else None
+    return JoinGradients(dr_NC, dbranch_NC, dweight_C, dbias_C, small[0] if branch_bias else None)
+
+
+def _sums(partials_PW: Tensor) -> Tensor:
+    out_W = partials_PW.new_empty(partials_PW.shape[1])
+    column_sums_raw(partials_PW, out_W, accumulate=False)
+    return out_W
+
+
+def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, by the vendor's GEMM."""
+    return torch.nn.functional.linear(x_NK, weight_MK, bias_M)
+
+
+def block_forward(
+    config: DecoderConfig,
+    shape: Shape,
+    weights: BlockWeights,
+    first: Joined,
+    last_norm: Norm,
+    sites: tuple[int, int, int],
+    attention_impl: str,
+) -> tuple[Saved, Joined]:
+    """From a block's input join to the next one's."""
+    qkv_NQ = linear(first.h_NC, weights.qkv_QC, weights.qkv_bias_Q)
+    attention = AttentionStep(config, attention_impl, shape.B, shape.T, shape.p, shape.dropout, sites[0])
+    mixed_NM = attention.forward(qkv_NQ, weights.relative_RD)
+    branch_NC = linear(mixed_NM, weights.out_CM)
+    middle = join_forward(config, shape, branch_NC, first.r_NC, weights.out_bias_C, weights.norm_2, sites[1])
+    u_NF = linear(middle.h_NC, weights.up_FC)
+    a_NF = torch.empty_like(u_NF)
+    activation.bias_gelu_forward_raw(u_NF, weights.up_bias_F, a_NF, kind=config.gelu)
+    branch_NC = linear(a_NF, weights.down_CF)
+    last = join_forward(config, shape, branch_NC, middle.r_NC, weights.down_bias_C, last_norm, sites[2])
+    return Saved(attention, middle, u_NF, a_NF), last
+
+
+def block_backward(
+    config: DecoderConfig,
+    shape: Shape,
+    weights: BlockWeights,
+    first: Joined,
+    saved: Saved,
+    dbranch_NC: Tensor,
+    dresidual_NC: Tensor,
+    sites: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
+    """From the gradients of the MLP's output and of r₁ to those of h₁ and r₀, and the weights' by field.
+
+    The gradients of `norm_1` and of `down_bias_C` belong to the joins at the block's ends; the stack has them.
+    """
+    grads: dict[str, Tensor | None] = {"down_CF": dbranch_NC.t() @ saved.a_NF}
+    da_NF = dbranch_NC @ weights.down_CF
+    partials = None
+    if weights.up_bias_F is not None:
+        rows = activation.partial_rows(*da_NF.shape, da_NF)
+        partials = da_NF.new_empty(rows, da_NF.shape[1], dtype=torch.float32)
+    activation.bias_gelu_backward_raw(da_NF, saved.u_NF, weights.up_bias_F, da_NF, partials, kind=config.gelu)
+    grads["up_bias_F"] = None if partials is None else _sums(partials)
+    grads["up_FC"] = da_NF.t() @ saved.middle.h_NC
+    joined = join_backward(
+        config, shape, da_NF @ weights.up_FC, dresidual_NC, saved.middle, weights.norm_2,
+        weights.out_bias_C is not None, sites[1],
+    )  # fmt: skip
+    grads |= {"norm_2.weight_C": joined.dweight_C, "norm_2.bias_C": joined.dbias_C, "out_bias_C": joined.dbranch_bias_C}
+    grads["out_CM"] = joined.dbranch_NC.t() @ saved.attention.mixed_NM
+    dqkv_NQ, grads["relative_RD"] = saved.attention.backward(joined.dbranch_NC @ weights.out_CM)
+    grads["qkv_QC"] = dqkv_NQ.t() @ first.h_NC
+    grads["qkv_bias_Q"] = None if weights.qkv_bias_Q is None else dqkv_NQ.sum(0, dtype=torch.float32)
+    return dqkv_NQ @ weights.qkv_QC, joined.dr_NC, grads

@@ -1,0 +1,80 @@
+"""The fused stack against the reference decoder: outputs and every gradient, masks included."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline.models import Decoder, DecoderConfig
+from ridgeline.models.init import initialise
+from ridgeline.ops.dropout import DropoutState
+
+pytest.importorskip("triton")
+
+CONFIGS = {
+    "relative, dropout, exact": {"positions": "relative", "position_table": 21, "dropout": 0.2},
+    "learned, tanh": {"gelu": "tanh"},
+    "one key/value head, RMSNorm, no biases": {
+        "norm": "rmsnorm", "bias": False, "kv_heads": 1, "gelu": "tanh", "mlp_width": 40,
+    },
+    "no positions, layer norm without bias, dropout": {"positions": "none", "bias": False, "dropout": 0.1},
+}  # fmt: skip
+
+
+def decoder(overrides: dict[str, object]) -> Decoder:
+    config = DecoderConfig(**{"layers": 2, "width": 24, "heads": 3, "context": 13, **overrides})  # type: ignore[arg-type]
+    model = Decoder(config, impl="reference")
+    initialise(model, 2, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # biases of 0 and scales of 1 would hide mistakes
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def run(model: Decoder, impl: str, dtype: torch.dtype, x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    model = copy.deepcopy(model).to(dtype)
+    model.impl = impl
+    x = x.to(dtype).requires_grad_()
+    y = model(x, DropoutState(torch.tensor([3, 4]), sample_offset=2))
+    parameters = dict(model.named_parameters())
+    grads = torch.autograd.grad(y, [x, *parameters.values()], dy.to(dtype))
+    return {"y": y.detach(), "x": grads[0], **dict(zip(parameters, grads[1:], strict=True))}
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fp32_equals_the_reference_to_rounding(name: str) -> None:
+    model = decoder(CONFIGS[name])
+    generator = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
+    exact = run(model, "reference", torch.float64, x, dy)
+    fused = run(model, "fused", torch.float32, x, dy)
+    for key, value in exact.items():
+        assert relative_error(fused[key], value) < 2e-6, key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bf16_error_is_at_most_one_and_a_half_times_pytorchs(name: str) -> None:
+    model = decoder(CONFIGS[name])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    generator = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(6, 13, 24, generator=generator).bfloat16().float() for _ in range(2))
+    exact = run(model, "reference", torch.float64, x, dy)
+    fused = run(model, "fused", torch.bfloat16, x, dy)
+    torch_bf16 = run(model, "reference", torch.bfloat16, x, dy)
+    for key, value in exact.items():
+        assert relative_error(fused[key], value) <= 1.5 * relative_error(torch_bf16[key], value), key
+
+
+def test_evaluation_draws_no_masks() -> None:
+    model = decoder(CONFIGS["relative, dropout, exact"]).eval()
+    x = torch.randn(2, 13, 24)
+    fused = copy.deepcopy(model)
+    fused.impl = "fused"
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
