@@ -1,0 +1,1 @@
+"""The fast path of a decoder: blocks with explicit forward and backward over fused kernels."""

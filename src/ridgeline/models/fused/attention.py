@@ -1,4 +1,4 @@
-"""Attention inside a block: a forward that remembers and a backward that writes one gradient of the joint projection."""
+"""Attention inside a block: a forward that remembers, a backward that writes one gradient of the projection."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def block_backward(
     da_NF = dbranch_NC @ weights.down_CF
     partials = None
     if weights.up_bias_F is not None:
-        rows = activation.partial_rows(*da_NF.shape, da_NF)
+        rows = activation.partial_rows(da_NF.shape[0], da_NF.shape[1], da_NF)
         partials = da_NF.new_empty(rows, da_NF.shape[1], dtype=torch.float32)
     activation.bias_gelu_backward_raw(da_NF, saved.u_NF, weights.up_bias_F, da_NF, partials, kind=config.gelu)
     grads["up_bias_F"] = None if partials is None else _sums(partials)

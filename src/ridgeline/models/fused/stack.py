@@ -52,7 +52,7 @@ def _unflatten(flat: tuple[Tensor | None, ...]) -> tuple[list[BlockWeights], Nor
     blocks, width = [], len(BLOCK_FIELDS)
     for start in range(0, len(flat) - 2, width):
         f: Any = flat[start : start + width]
-        blocks.append(BlockWeights(Norm(f[0], f[1]), *f[2:7], Norm(f[7], f[8]), *f[9:]))
+        blocks.append(BlockWeights(Norm(*f[:2]), *f[2:7], Norm(*f[7:9]), *f[9:]))  # type: ignore[call-arg]
     final: Any = flat[-2:]
     return blocks, Norm(*final)
 
