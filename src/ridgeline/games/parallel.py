@@ -1,6 +1,6 @@
 """Work spread over processes of which none may fail unnoticed.
 
-Every task brings a result, or the whole call ends with WorkerError: a process that dies, hangs or raises is never a
+Every task brings its results, or the whole call ends with WorkerError: a process that dies, hangs or raises is never a
 missing result. Results are handed over as they come, so that what was finished before can be kept.
 """
 
@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -23,6 +23,7 @@ Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+GOODBYE_SECONDS = 5.0
 
 
 @dataclass
@@ -30,26 +31,27 @@ class _Worker:
     process: BaseProcess
     pipe: Connection
     task: int | None = None
-    since: float = field(default_factory=time.monotonic)
+    heard: float = field(default_factory=time.monotonic)
 
 
 def run_parallel(
-    function: Callable[[Task], Result],
+    function: Callable[[Task], Iterable[Result]],
     tasks: Sequence[Task],
     *,
     processes: int,
     timeout: float,
     names: Sequence[str] | None = None,
 ) -> Generator[tuple[int, Result], None, None]:
-    """Call `function` on every task and yield (index of the task, result) in the order of completion.
+    """Call `function` on every task and yield (index of the task, result) for each result as soon as there is one.
 
-    Processes are spawned, so function and tasks must be picklable, and each works with one thread.
+    Processes are spawned, so function and tasks must be picklable, and each computes with one thread. Closing the
+    generator ends them.
 
     Args:
-        function: defined at the top level of a module.
+        function: defined at the top level of a module; what it iterates over are the task's results.
         tasks: its arguments.
         processes: at most so many at a time.
-        timeout: seconds that one task may take, the start of its process included.
+        timeout: seconds that a process may be silent, from its start or its last result.
         names: what to call each task in an error; "task N" without them.
 
     Raises:
@@ -60,22 +62,25 @@ def run_parallel(
     waiting = iter(range(len(tasks)))
     workers: list[_Worker] = []
     try:
-        with _environment():
-            workers += [_start(function) for _ in range(min(processes, len(tasks)))]
+        with _one_thread():
+            for _ in range(min(processes, len(tasks))):
+                workers.append(_start(function))
         for worker in workers:
             _give(worker, tasks, waiting, labels)
         while any(worker.task is not None for worker in workers):
             for worker in _ready(workers, timeout, labels):
                 index = worker.task
                 assert index is not None
-                result = _receive(worker, labels[index])
-                _give(worker, tasks, waiting, labels)
-                yield index, result
+                finished, result = _receive(worker, labels[index])
+                if finished:
+                    _give(worker, tasks, waiting, labels)
+                else:
+                    yield index, result
     finally:
         _end(workers)
 
 
-def _start(function: Callable[[Any], Any]) -> _Worker:
+def _start(function: Callable[[Any], Iterable[Any]]) -> _Worker:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(function, theirs), daemon=True)
@@ -84,24 +89,25 @@ def _start(function: Callable[[Any], Any]) -> _Worker:
     return _Worker(process, ours)
 
 
-def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
-    """A worker's life: tasks in, (failure, result) out, until the pipe closes."""
-    with contextlib.suppress(EOFError, KeyboardInterrupt, BrokenPipeError):
+def _serve(function: Callable[[Any], Iterable[Any]], pipe: Connection) -> None:
+    """A worker's life: tasks in; out come ("result", …) for each result, then ("finished", None) or a failure."""
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             task = pipe.recv()
             try:
-                answer: tuple[Any, Any] = (None, function(task))
+                for result in function(task):
+                    pipe.send(("result", result))
+                pipe.send(("finished", None))
             except RidgelineError as error:
-                answer = (error, None)
+                pipe.send(("refused", error))
             except Exception:
-                answer = (traceback.format_exc(), None)
-            pipe.send(answer)
+                pipe.send(("failed", traceback.format_exc()))
 
 
 def _give(worker: _Worker, tasks: Sequence[Any], waiting: Iterator[int], labels: Sequence[str]) -> None:
     worker.task = next(waiting, None)
+    worker.heard = time.monotonic()
     if worker.task is not None:
-        worker.since = time.monotonic()
         try:
             worker.pipe.send(tasks[worker.task])
         except OSError as error:
@@ -110,33 +116,35 @@ def _give(worker: _Worker, tasks: Sequence[Any], waiting: Iterator[int], labels:
 
 def _ready(workers: list[_Worker], timeout: float, labels: Sequence[str]) -> list[_Worker]:
     """Busy workers that have something to say, or have died; waits for the first."""
-    busy = {worker.pipe: worker for worker in workers if worker.task is not None}
-    deadline = min(worker.since for worker in busy.values()) + timeout
-    ready = [busy[pipe] for pipe in wait(list(busy), max(0.0, deadline - time.monotonic()))]  # type: ignore[index]
+    busy = [worker for worker in workers if worker.task is not None]
+    longest = min(busy, key=lambda worker: worker.heard)
+    left = longest.heard + timeout - time.monotonic()
+    ready = wait([worker.pipe for worker in busy], max(0.0, left))
     if not ready:
-        slow = min(busy.values(), key=lambda worker: worker.since)
-        assert slow.task is not None
+        assert longest.task is not None
         raise WorkerError(
-            f"the process at work on {labels[slow.task]} was silent for {timeout:.0f} s and was ended; "
+            f"the process at work on {labels[longest.task]} was silent for {timeout:.0f} s and was ended; "
             "use fewer processes, or allow it more time"
         )
-    return ready
+    return [worker for worker in busy if worker.pipe in ready]
 
 
-def _receive(worker: _Worker, label: str) -> Any:
+def _receive(worker: _Worker, label: str) -> tuple[bool, Any]:
+    """Whether the task is finished, and if it is not, its next result."""
     try:
-        failure, result = worker.pipe.recv()
+        kind, content = worker.pipe.recv()
     except (EOFError, OSError) as error:
         raise _died(worker, label) from error
-    if isinstance(failure, RidgelineError):
-        raise failure
-    if failure is not None:
-        raise WorkerError(f"the process at work on {label} failed:\n{failure}")
-    return result
+    worker.heard = time.monotonic()
+    if kind == "refused":
+        raise content
+    if kind == "failed":
+        raise WorkerError(f"the process at work on {label} failed:\n{content}")
+    return kind == "finished", content
 
 
 def _died(worker: _Worker, label: str) -> WorkerError:
-    worker.process.join(5)
+    worker.process.join(GOODBYE_SECONDS)
     return WorkerError(
         f"the process at work on {label} died (exit code {worker.process.exitcode}); "
         "look for a lack of memory, or use fewer processes"
@@ -145,17 +153,18 @@ def _died(worker: _Worker, label: str) -> WorkerError:
 
 def _end(workers: list[_Worker]) -> None:
     for worker in workers:
-        worker.pipe.close()
+        worker.pipe.close()  # an idle one ends by itself
         if worker.task is not None:
             worker.process.kill()
     for worker in workers:
-        worker.process.join(5)
+        worker.process.join(GOODBYE_SECONDS)
         if worker.process.is_alive():
             worker.process.kill()
+            worker.process.join()
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """One thread for every process started within: the libraries read these variables when they are loaded."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import lzma
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -156,10 +157,10 @@ def demonstrate(seed: int, level: int, player: Expert, drift: Drift) -> Demonstr
     )
 
 
-def demonstrate_task(task: tuple[int, int, str, dict[str, Any], Drift]) -> Demonstration:
+def demonstrate_task(task: tuple[int, int, str, dict[str, Any], Drift]) -> Iterator[Demonstration]:
     """`demonstrate` for a worker process: (seed, level, expert's name, its settings, drift)."""
     seed, level, name, settings, drift = task
-    return demonstrate(seed, level, expert(name, settings), drift)
+    yield demonstrate(seed, level, expert(name, settings), drift)
 
 
 def replay(demonstration: Demonstration) -> Ram:
@@ -182,11 +183,6 @@ def replay(demonstration: Demonstration) -> Ram:
             f"{here['rom_md5'][:8]}); install that version or generate demonstrations anew"
         )
     return np.stack(states[:-1])
-
-
-def controllers(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Indices of CONTROLLERS, uint8[T], as classes of the heads, uint8[T, 2]."""
-    return np.array(CONTROLLERS, np.uint8)[codes]
 
 
 def to_json(demonstration: Demonstration) -> dict[str, Any]:
