@@ -100,6 +100,7 @@ class TorchStep:
         self._autocast = self.precision.autocast or reduced
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision.scaled)
         self._loss: Callable[[Batch], Tensor] = _engine_loss(model, engine, self.device)
+        self._captured = engine not in ("eager", "compile")
         self._rate = optimizer.lr
         self._taken, self._checked, self._bad_in_a_row = 0, 0, 0
         self._recent: list[tuple[int, Tensor, Tensor, float]] = []
@@ -122,7 +123,8 @@ class TorchStep:
 
     def _backward(self, part: Batch, share: float) -> Tensor:
         moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in part.items()}
-        torch.compiler.cudagraph_mark_step_begin()
+        if self._captured:
+            torch.compiler.cudagraph_mark_step_begin()
         with self._casting():
             loss = self._loss(moved) * share
         self.scaler.scale(loss).backward()

@@ -1,0 +1,58 @@
+"""Flags for any config: a mirror of it without its checks, so that mistakes meet the config's own words."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Collection, Mapping
+from typing import Any
+
+
+def mirror(config: Any, *, hidden: Collection[str] = (), unset: Collection[str] = ()) -> Any:
+    """An instance of a dataclass with the same fields, documentation and values as `config`, and no checks.
+
+    Args:
+        config: a dataclass instance; nested ones are mirrored too.
+        hidden: dotted names of fields to leave out.
+        unset: names of fields that are None until the user sets them.
+    """
+    kinds = typing.get_type_hints(type(config))
+    specification: list[tuple[str, Any, Any]] = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in hidden:
+            continue
+        if dataclasses.is_dataclass(value):
+            inner = [name.removeprefix(f"{field.name}.") for name in hidden if name.startswith(f"{field.name}.")]
+            value = mirror(value, hidden=inner)
+            kind: Any = type(value)
+        else:
+            kind = kinds[field.name]
+            value = None if field.name in unset else value
+        specification.append((field.name, kind, dataclasses.field(default=value)))
+    made = dataclasses.make_dataclass(type(config).__name__, specification, kw_only=True, frozen=True)
+    made.__doc__ = type(config).__doc__
+    return made()
+
+
+def changes(before: Any, after: Any) -> dict[str, Any]:
+    """What differs between two mirrors of one config, as nested dicts."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(before):
+        old, new = getattr(before, field.name), getattr(after, field.name)
+        if dataclasses.is_dataclass(old):
+            inner = changes(old, new)
+            if inner:
+                found[field.name] = inner
+        elif old != new:
+            found[field.name] = list(new) if isinstance(new, tuple) else new
+    return found
+
+
+def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts joined; where both name a value the second's holds."""
+    joined = dict(first)
+    for key, value in second.items():
+        nested = isinstance(value, Mapping) and isinstance(joined.get(key), Mapping)
+        joined[key] = merge(joined[key], value) if nested else value
+    return joined
