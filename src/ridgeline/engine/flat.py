@@ -8,7 +8,8 @@ whole-step capture fail in ordinary code. The gradients of the leaves are gather
 
     masters  fp32[N]   [ weights with decay | pad | weights without decay | pad ]
     copies   compute precision, same layout
-    grad     fp32[N + ALIGN]  same layout, then one slot that carries the loss, so that one all-reduce moves both
+    grad     fp32[N + ALIGN]  same layout, then a slot for the loss and one for the weight of the samples behind it,
+             so that one all-reduce moves all three
 """
 
 from __future__ import annotations
@@ -160,7 +161,6 @@ class FlatParameters:
             self.copies.copy_(self.masters)
         for source, copy in self._fixed:
             copy.copy_(source)
-        self._versions = [copy._version for _, copy in self._fixed]
 
     def check_views(self) -> None:
         """Raises ConfigError if something has replaced a parameter or moved it out of the flat buffer."""
@@ -186,8 +186,7 @@ class FlatParameters:
 
     def written_buffers(self) -> list[str]:
         """Buffers whose copies the model has written to since the last refresh; the model's own stay as they were."""
-        pairs = zip(self._fixed, self._versions, strict=True)
-        written = {id(copy) for (_, copy), version in pairs if copy._version != version}
+        written = {id(copy) for source, copy in self._fixed if not torch.equal(copy, source.to(self.compute))}
         return [f"{type(module).__name__}.{name}" for module, name, _, during in self._sites if id(during) in written]
 
     @torch.no_grad()
@@ -223,6 +222,11 @@ class FlatParameters:
     def loss(self) -> Tensor:
         """fp32[1]: the slot behind the gradients that carries the loss."""
         return self.grad[self.size : self.size + 1]
+
+    @property
+    def weight(self) -> Tensor:
+        """fp32[1]: the slot that carries what loss and gradients are to be divided by."""
+        return self.grad[self.size + 1 : self.size + 2]
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters' views of a buffer of this layout, by name."""

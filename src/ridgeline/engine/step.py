@@ -22,6 +22,7 @@ from ridgeline.engine.flat import Decays, FlatParameters, matrices_decay
 from ridgeline.engine.precision import find_precision
 from ridgeline.engine.update import LossScale, StepMetrics, Update
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
+from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig
 
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MAX_SHAPES = 8  # captured batch shapes; a loop with more of them should pad
+
+
+def _targets_that_count(batch: dict[str, Tensor]) -> Tensor:
+    return (batch["targets"] != IGNORE).float().mean()
 
 
 class TrainStep:
@@ -46,6 +51,8 @@ class TrainStep:
         steps: length of the schedule; None for a rate that stays at `optimizer.lr` or follows `set_rate`.
         precision: fp32, tf32, bf16, fp16 (copies of fp32 masters), bf16-autocast or fp16-autocast.
         accumulate: micro-batches a batch is split into; gradients are summed in fp32.
+        weight: weight(part of a batch) → scalar tensor, what share of the part's items its loss is a mean of, where
+            that differs between parts; None takes parts as equal. For `model.loss` it is the targets that are not −100.
         capture: one CUDA graph a step; None for wherever there is a CUDA device. A `Capture` replaces the CUDA one.
         compile: mode of torch.compile for forward and backward ("default", "max-autotune-no-cudagraphs", …) or None.
         decays: which parameters decay.
@@ -68,6 +75,7 @@ class TrainStep:
         steps: int | None = None,
         precision: str = "bf16",
         accumulate: int = 1,
+        weight: Callable[[Any], Tensor] | None = None,
         capture: bool | Capture | None = None,
         compile: str | None = None,
         decays: Decays = matrices_decay,
@@ -87,7 +95,16 @@ class TrainStep:
         self.replicas.same(self.flat.masters)
         self.flat.refresh()
         scaling = (scale or LossScale()) if self.precision.scaled else None
-        self.update = Update(self.flat, optimizer or OptimizerConfig(), steps=steps, scale=scaling, seed=seed)
+        alone = accumulate * self.replicas.world == 1
+        self._weight = None if alone else weight or (_targets_that_count if loss is None else None)
+        self.update = Update(
+            self.flat,
+            optimizer or OptimizerConfig(),
+            steps=steps,
+            weighted=self._weight is not None,
+            scale=scaling,
+            seed=seed,
+        )
         self.device = self.flat.device
         self._user_loss = loss
         self._loss = self._call_loss
@@ -117,27 +134,40 @@ class TrainStep:
         batch = feed.batch(part, self.accumulate, convert)
         micro = len(feed.static[0]) // self.accumulate
         offset = (self.replicas.rank * self.accumulate + part) * micro
-        share = 1.0 / (self.accumulate * self.replicas.world)
+        share = self._share(batch)
         with self.flat.swapped(), self.precision.products(), torch.enable_grad():
             with self.precision.forward(self.device):
                 loss = self._loss(batch, DropoutState(self.update.seed_step, offset))
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
-            target = loss.float().view(()) * share if share != 1 else loss.float().view(())
+            target = loss.float().view(()) * share
             if self.precision.scaled:
                 target = target * self.update.loss_scale.view(())
             gradients = torch.autograd.grad(target, self.flat.leaves, allow_unused=True)
         self.flat.gather(gradients, accumulate=part > 0)
         with torch.no_grad():
-            shared_loss = loss.detach().float().view(1) * share
-            self.flat.loss.copy_(shared_loss) if part == 0 else self.flat.loss.add_(shared_loss)
+            self._note(
+                target.detach() / self.update.loss_scale if self.precision.scaled else target.detach(), share, part
+            )
+
+    def _share(self, batch: Any) -> Tensor | float:
+        """The part's weight in the mean over all parts and processes; with a count, up to a common factor."""
+        equal = 1.0 / (self.accumulate * self.replicas.world)
+        return equal if self._weight is None else self._weight(batch).float() * equal
+
+    def _note(self, loss: Tensor, share: Tensor | float, part: int) -> None:
+        """Adds a part's weighted loss and its weight to their slots; a part without a target has no loss."""
+        if isinstance(share, Tensor):
+            loss = torch.where(share > 0, loss, 0.0)
+            self.flat.weight.copy_(share.view(1)) if part == 0 else self.flat.weight.add_(share.view(1))
+        self.flat.loss.copy_(loss.view(1)) if part == 0 else self.flat.loss.add_(loss.view(1))
 
     def _program(self, feed: Feed) -> Program:
         def run() -> None:
             for part in range(self.accumulate):
                 self._forward_backward(feed, part)
-            self.replicas.sum(self.flat.grad[: self.flat.size + 1])
+            self.replicas.sum(self.flat.grad[: self.flat.size + 2])
             self.update()
 
         return run
@@ -174,17 +204,21 @@ class TrainStep:
                     self._capture.warm_up(program)
                 else:
                     program()
+                self._refuse_written_buffers()
+                return feed, self._capture(program)
             except RidgelineError:
                 raise
             except Exception as error:
                 raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
-            written = self.flat.written_buffers()
-            if written:
-                raise UnsupportedError(
-                    f"the forward pass writes to {', '.join(written)}, which {self.precision.name} replaces by copies; "
-                    f"use precision='{self.precision.name}-autocast'"
-                )
-            return feed, self._capture(program)
+
+    def _refuse_written_buffers(self) -> None:
+        written = self.flat.written_buffers()
+        if written:
+            self.flat.refresh()
+            raise UnsupportedError(
+                f"the forward pass writes to {', '.join(written)}, which {self.precision.name} replaces by copies; "
+                f"use precision='{self.precision.name}-autocast'"
+            )
 
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:

@@ -55,6 +55,7 @@ class Update:
         flat: the buffers it works on.
         config: AdamW, clipping and schedule.
         steps: length of the schedule; None where the host sets the rate with `set_rate`.
+        weighted: divide gradient and loss by the weight in their buffer.
         scale: the loss scale, or None where the loss is not scaled.
         seed: seed of the run, for the dropout masks.
 
@@ -72,12 +73,14 @@ class Update:
         config: OptimizerConfig,
         *,
         steps: int | None = None,
+        weighted: bool = False,
         scale: LossScale | None = None,
         seed: int = 0,
     ) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"a schedule needs at least one step, got {steps}")
         self.flat, self.config, self.scale, self.steps = flat, config, scale, steps
+        self.weighted = weighted
         device = flat.device
         self.first, self.second = torch.zeros_like(flat.masters), torch.zeros_like(flat.masters)
         self.seed_step = torch.tensor([seed, 0], dtype=torch.int64, device=device)
@@ -111,16 +114,17 @@ class Update:
         flat, config = self.flat, self.config
         step = self.seed_step[1:]
         lr = self._rates.index_select(0, step.clamp(max=len(self._rates) - 1))
-        norm = torch.linalg.vector_norm(flat.grad[: flat.size]).view(1) / self.loss_scale
-        bad = (~torch.isfinite(norm + flat.loss)).float()
-        divisor = self.loss_scale
+        divisor = self.loss_scale * flat.weight if self.weighted else self.loss_scale
+        loss = flat.loss / flat.weight if self.weighted else flat.loss
+        norm = torch.linalg.vector_norm(flat.grad[: flat.size]).view(1) / divisor
+        bad = (~torch.isfinite(norm + loss)).float()
         if config.clip > 0:
             divisor = divisor * ((norm + 1e-6) / config.clip).clamp(min=1.0)
         self.applied += 1 - bad
         self._adamw(lr, divisor, bad)
         if flat.copies is not flat.masters:
             flat.copies.copy_(flat.masters)
-        self.ring.index_copy_(0, step % RING, torch.stack([flat.loss, norm, lr, bad], dim=1))
+        self.ring.index_copy_(0, step % RING, torch.stack([loss, norm, lr, bad], dim=1))
         self.skipped.copy_(torch.stack([self.skipped[0] + bad[0].long(), (self.skipped[1] + 1) * bad[0].long()]))
         if self.scale is not None:
             torch._amp_update_scale_(

@@ -1,0 +1,185 @@
+"""The captured step equals the uncaptured one bit for bit, and the test would notice if it did not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
+from engine.recorder import Recorder
+from ridgeline.engine import TrainStep, Update
+from ridgeline.errors import UnsupportedError
+from ridgeline.models import build
+from ridgeline.optim import OptimizerConfig
+
+STEPS = 24
+SETTINGS = OptimizerConfig(lr=1e-2, warmup=10, clip=0.5)
+
+
+def train(model, batches, *, capture, loss=None, accumulate=2, precision="fp32", **rest):
+    step = TrainStep(
+        model,
+        loss,
+        SETTINGS,
+        steps=STEPS,
+        capture=capture,
+        accumulate=accumulate,
+        precision=precision,
+        seed=5,
+        **rest,
+    )
+    for batch in batches:
+        step(batch)
+    return step
+
+
+def differences(a: TrainStep, b: TrainStep) -> list[str]:
+    names = ["weights", *(str(i) for i in range(len(a.update.state()) - 1))]
+    pairs = zip(names, a.update.state(), b.update.state(), strict=True)
+    return [name for name, x, y in pairs if not torch.equal(x, y)]
+
+
+@pytest.fixture
+def _one_hot_as_on_cuda(monkeypatch):
+    """PyTorch's checks its input's range on the CPU, and only there, by asking for values."""
+    monkeypatch.setattr(F, "one_hot", lambda x, n: (x[..., None] == torch.arange(n, device=x.device)).long())
+
+
+@pytest.mark.usefixtures("_one_hot_as_on_cuda")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_replays_equal_the_calls(task, precision):
+    build_model, make_batch = task
+    batches = [make_batch(i % 2) for i in range(STEPS)]
+    plain = train(build_model(), batches, capture=False, precision=precision)
+    replayed = train(build_model(), batches, capture=Recorder(), precision=precision)
+    assert differences(plain, replayed) == []
+    metrics = replayed.metrics()
+    assert [m.step for m in metrics] == list(range(STEPS))
+    assert metrics[0].lr == pytest.approx(1e-3)
+    assert metrics[-1].lr < metrics[10].lr  # the schedule moved inside the replays
+    assert metrics[-1].loss < metrics[0].loss
+
+
+def test_dropout_masks_differ_between_replays():
+    # learning rate ~0 and one batch: only the masks can change the loss
+    step = TrainStep(
+        build(LANGUAGE, impl="reference", seed=3),
+        optimizer=OptimizerConfig(lr=1e-30),
+        precision="fp32",
+        capture=Recorder(),
+    )
+    for _ in range(4):
+        step(language_batch())
+    losses = [m.loss for m in step.metrics()]
+    assert len(set(losses)) == 4
+
+
+def test_a_strangers_module_replays():
+    torch.manual_seed(0)
+    batches = [language_batch(i) for i in range(STEPS)]
+    plain = train(build_stranger(), batches, capture=False, loss=stranger_loss, precision="bf16")
+    replayed = train(build_stranger(), batches, capture=Recorder(), loss=stranger_loss, precision="bf16")
+    assert differences(plain, replayed) == []
+
+
+def build_stranger() -> Stranger:
+    torch.manual_seed(1)
+    return Stranger()
+
+
+class Counting:
+    """A loss that counts its calls on the host: what a captured step must not contain."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        return stranger_loss(model, batch) * (1 + 0.01 * self.calls)
+
+
+class HostRate(Update):
+    """A schedule computed by the host."""
+
+    def __call__(self) -> None:
+        self._rates.fill_(1e-3 / (1 + int(self.applied)) if self.flat.device.type == "host" else 1e-3 * self.next())
+        super().__call__()
+
+    def next(self) -> int:
+        self.calls = getattr(self, "calls", 0) + 1
+        return self.calls
+
+
+class HostSeed(Update):
+    """Dropout seeds from a Python counter."""
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.calls = getattr(self, "calls", 0) + 1
+        self.seed_step[0].fill_(self.calls)
+
+
+def test_a_counter_on_the_host_is_found():
+    batches = [language_batch(i) for i in range(STEPS)]
+    plain = train(build_stranger(), batches, capture=False, loss=Counting(), accumulate=1)
+    replayed = train(build_stranger(), batches, capture=Recorder(), loss=Counting(), accumulate=1)
+    assert "weights" in differences(plain, replayed)
+
+
+@pytest.mark.parametrize("planted", [HostRate, HostSeed])
+def test_a_schedule_or_seed_on_the_host_is_found(monkeypatch, planted):
+    monkeypatch.setattr("ridgeline.engine.step.Update", planted)
+    batches = [language_batch(i) for i in range(STEPS)]
+    plain = train(build(LANGUAGE, impl="reference", seed=3), batches, capture=False)
+    replayed = train(build(LANGUAGE, impl="reference", seed=3), batches, capture=Recorder())
+    assert "weights" in differences(plain, replayed)
+
+
+def test_what_asks_for_a_value_cannot_be_captured_and_nothing_is_lost():
+    model = build_stranger()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def loss(model, batch):
+        value = stranger_loss(model, batch)
+        return value * 2 if value.item() > 100 else value
+
+    step = TrainStep(model, loss, capture=Recorder(), precision="fp32")
+    with pytest.raises(UnsupportedError, match="waits for the device"):
+        step(language_batch())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert step.taken == 0
+    after = TrainStep(model, stranger_loss, capture=Recorder(), precision="fp32")
+    after(language_batch())
+    assert after.taken == 1
+
+
+def test_capture_and_warm_up_leave_the_first_step_first():
+    step = TrainStep(build_stranger(), stranger_loss, capture=Recorder(), precision="fp32")
+    step(language_batch())
+    assert step.taken == 1
+    assert int(step.update.applied) == 1
+    assert len(step.metrics()) == 1
+
+
+def test_no_fill_beyond_the_named_ones():
+    recorder = Recorder()
+    step = TrainStep(build_stranger(), stranger_loss, capture=recorder, precision="bf16")
+    step(language_batch())
+    fills = {name for name in recorder.operations if "zero" in name or "fill" in name}
+    # masked_fill and embedding's gradient are the model's own; ones_like starts the backward pass
+    assert fills <= {"aten.masked_fill.Scalar", "aten.embedding_dense_backward.default"}
+
+
+def test_a_buffer_that_the_model_writes_is_refused_in_bf16():
+    class Running(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+
+    def loss(model, batch):
+        return model.norm(model.linear(batch)).square().mean()
+
+    step = TrainStep(Running(), loss, capture=Recorder(), precision="bf16")
+    with pytest.raises(UnsupportedError, match=r"BatchNorm1d\.running_mean.*bf16-autocast"):
+        step(torch.randn(8, 4))
