@@ -12,6 +12,18 @@ MASTER = 4  # bytes of a master weight, and of each moment
 ADAMW_FLOPS = 14 * INSTRUCTION + 2 * SPECIAL
 
 
+def accumulate(parameters: int, parts: int, *, store: Storage) -> OpCost:
+    """The gradient read again by every part of a batch but the first, in the kernels that write it."""
+    return OpCost(
+        name="accumulation",
+        phase="backward",
+        vector_flops=parameters * INSTRUCTION,
+        read_bytes=parameters * store.gradient,
+        launches=0,
+        count=parts - 1,
+    )
+
+
 def gradient_norm(parameters: int, *, store: Storage) -> OpCost:
     """The global norm of the gradient."""
     return OpCost(
