@@ -62,8 +62,8 @@ def block_saved(c: DecoderConfig, T: int, store: Storage, plan: StoragePlan) -> 
     saved = {
         "residual": 2 * c.width * a,
         "norm statistics": 2 * statistics(c.norm) * store.statistic,
-        # with whole scores, grouped keys and values are kept as expanded to all heads
-        "qkv": (3 * mixed if plan.scores else c.qkv_width) * a,
+        # with whole scores grouped keys and values are kept as expanded to all heads, and queries once a product
+        "qkv": (mixed * (3 + (c.positions == "relative")) if plan.scores else c.qkv_width) * a,
         "attention output": mixed * a,
     }
     if plan.normalised:
@@ -85,11 +85,10 @@ def block_saved(c: DecoderConfig, T: int, store: Storage, plan: StoragePlan) -> 
 def _outside_saved(config: ModelConfig, store: Storage, plan: StoragePlan) -> dict[str, int]:
     """The same for everything outside the blocks, for each row."""
     c, a = config.decoder, store.activation
-    norm = c.width * a * (1 + plan.normalised) + statistics(c.norm) * store.statistic
+    norm = c.width * a + statistics(c.norm) * store.statistic
     saved = {"final norm": norm, "dropout masks": c.width if plan.masks and c.dropout > 0 else 0}
     if isinstance(config, LanguageConfig):
-        # the head's input is the final norm's output: kept even where the blocks' are recomputed
-        saved["final norm"] += 0 if plan.normalised else c.width * a
+        saved["head input"] = c.width * a  # kept even where the norm outputs of blocks are not
         saved["logits"] = logits_bytes(config.vocabulary, store, plan)
         saved["indices"] = 2 * INDEX
         return saved
