@@ -7,6 +7,8 @@ folder whose name holds a checksum of its content, so that preparing the same th
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
 from ridgeline.errors import DataError, nearest
 
-NAMES = ("tinyshakespeare", "pystdlib", "boxing")
+NAMES = ("tinyshakespeare", "pystdlib", "boxing", "boxing-visible")
 
 
 def prepare_text(source: str | Path, out: str | Path | None = None, kind: str = "auto") -> dict[str, Any]:
@@ -65,6 +67,31 @@ def prepare_pystdlib(out: str | Path | None = None) -> dict[str, Any]:
     return _prepare(sources.pystdlib(), "bytes", name="pystdlib", source=sources.pystdlib_source(), out=out)
 
 
+def prepare_boxing(
+    out: str | Path | None = None,
+    source: str | Path | None = None,
+    *,
+    visible: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Prepare Boxing demonstrations; see `ridgeline.data.boxing.write` for the arguments and errors.
+
+    Returns:
+        For JSON: name, path, kind, game, games, held_out, frames, features, fingerprint.
+    """
+    from ridgeline.data import boxing
+
+    folder = boxing.write(
+        Path(out) if out else None,
+        Path(source) if source else None,
+        visible=visible,
+        processes=processes,
+        progress=progress,
+    )
+    return load_dataset(folder).summary()
+
+
 def load_dataset(name: str | Path) -> TextData | GameData:
     """Find a data set, and prepare it in the cache where that has to be done first.
 
@@ -74,7 +101,12 @@ def load_dataset(name: str | Path) -> TextData | GameData:
     Raises:
         DataError: there is none, or it cannot be used.
     """
-    prepare = {"tinyshakespeare": prepare_tinyshakespeare, "pystdlib": prepare_pystdlib}
+    prepare: dict[str, Callable[[], dict[str, Any]]] = {
+        "tinyshakespeare": prepare_tinyshakespeare,
+        "pystdlib": prepare_pystdlib,
+        "boxing": prepare_boxing,
+        "boxing-visible": partial(prepare_boxing, visible=True),
+    }
     path = Path(name)
     if str(name) in prepare:
         path = Path(prepare[str(name)]()["path"])

@@ -62,7 +62,10 @@ def pystdlib() -> NDArray[np.uint8]:
     if not names:
         raise DataError(f"this Python has no library source in {root}; give a text file instead")
     names.sort(key=lambda name: hashlib.sha256(name.as_posix().encode()).digest())
-    return np.frombuffer(b"".join((root / name).read_bytes() for name in names), dtype=np.uint8)
+    try:
+        return np.frombuffer(b"".join((root / name).read_bytes() for name in names), dtype=np.uint8)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); give a text file instead") from error
 
 
 def pystdlib_source() -> str:

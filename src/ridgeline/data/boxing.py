@@ -1,0 +1,117 @@
+"""Boxing demonstrations as a data set: the shipped ones, or those that an expert plays anew.
+
+Demonstrations are kept as seeds and actions. To train on them they are replayed in the emulator, verified against
+their checksums and seen through the features; the result is kept, so that this happens once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ridgeline.checkpoint import sha256
+from ridgeline.data import games, sources
+from ridgeline.errors import DataError
+from ridgeline.games.boxing import archive, generate, tables
+from ridgeline.games.boxing.actions import HEADS
+from ridgeline.games.boxing.demos import FIRST_EVALUATION_SEED, Demonstration
+from ridgeline.games.boxing.experts import expert
+from ridgeline.games.boxing.features import FEATURES_VERSION
+
+GAME = "boxing"
+
+
+def feature_id(visible: bool) -> dict[str, Any]:
+    """What the columns mean, as data sets and checkpoints record it."""
+    return {"game": GAME, "version": FEATURES_VERSION, "visible": visible}
+
+
+def write(
+    out: Path | None,
+    source: Path | None,
+    *,
+    visible: bool = False,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Replay demonstrations and write them as a data set.
+
+    Args:
+        out: its folder; None for the cache, where a data set of the same games is found again.
+        source: a file of demonstrations (an archive or JSON lines); None for those that ship with the package.
+        visible: only what the screen shows; see `ridgeline.games.boxing.features`.
+        processes: games that are replayed at a time; None for as many as there are processors.
+        progress: called with the number of games that are ready, and of all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DataError: the file cannot be used, a game replays differently here, or `out` exists.
+        MissingExtraError: there is something to replay and no emulator.
+    """
+    file = source or archive.SHIPPED
+    demonstrations = _read(file)
+    name = GAME + ("-visible" if visible else "")
+    if out is not None and out.exists():
+        raise DataError(f"{out} exists; delete it or choose another folder")
+    folder = out or sources.cache() / f"{name}-v{FEATURES_VERSION}-{sha256(file)[:16]}"
+    if folder.exists():
+        return folder
+    return games.write(
+        folder,
+        tables.tables(demonstrations, visible=visible, processes=processes or processors(), progress=progress),
+        name=name,
+        game=GAME,
+        heads=HEADS,
+        features=feature_id(visible),
+        provenance=[demonstration.provenance() for demonstration in demonstrations],
+        once=out is None,
+    )
+
+
+def demonstrate(
+    file: Path,
+    *,
+    count: int,
+    first_seed: int = 0,
+    player: str = "look-ahead",
+    levels: Sequence[int] | None = None,
+    processes: int | None = None,
+    progress: Callable[[generate.Progress], None] | None = None,
+) -> list[Demonstration]:
+    """Let an expert play games, into a file of JSON lines; called again it goes on where it was interrupted.
+
+    Args:
+        file: the JSON lines.
+        count: games.
+        first_seed: of the games, which have the seeds that follow it.
+        player: "look-ahead", which is privileged (it copies the emulator to see what comes), or "scripted".
+        levels: difficulties to cycle through; None for a mix of all, half of them the easiest.
+        processes: games at a time; None for as many as there are processors.
+        progress: called at the start and after every game.
+
+    Raises:
+        DataError: a seed that is reserved for evaluation, or a file of something else.
+        ConfigError: no such expert.
+    """
+    if count < 2 or first_seed < 0 or first_seed + count > FIRST_EVALUATION_SEED:
+        raise DataError(
+            f"demonstrations are two games or more with seeds below {FIRST_EVALUATION_SEED}, got {count} from seed "
+            f"{first_seed}; the seeds above are for evaluation"
+        )
+    seeds = range(first_seed, first_seed + count)
+    return generate.generate(
+        file, seeds, expert(player), processes=processes or processors(), levels=levels, progress=progress
+    )
+
+
+def processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read(file: Path) -> list[Demonstration]:
+    return generate.read_lines(file) if file.suffix == ".jsonl" else archive.load(file)

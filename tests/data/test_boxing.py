@@ -1,0 +1,67 @@
+"""Boxing demonstrations become a data set once, and are found again without the emulator."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from ridgeline.data import api, boxing
+from ridgeline.data.loader import Batches
+from ridgeline.data.window import WindowSpec
+from ridgeline.errors import DataError
+from ridgeline.games.boxing import archive
+from ridgeline.games.boxing.actions import CONTROLLERS
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    file = tmp_path_factory.mktemp("games") / "scripted.jsonl"
+    seen = []
+    games = boxing.demonstrate(
+        file, count=2, first_seed=5, player="scripted", levels=[0, 3], processes=2, progress=seen.append
+    )
+    assert [state.done for state in seen] == [0, 1, 2]
+    return file, games
+
+
+def test_demonstrations_become_a_data_set_that_batches_read(played, tmp_path):
+    file, games = played
+    result = api.prepare_boxing(tmp_path / "out", file, processes=2)
+    assert json.loads(json.dumps(result)) == result
+    assert (result["games"], result["held_out"], result["game"]) == (2, 1, "boxing")
+    assert result["frames"] == sum(len(game.labels) for game in games)
+    data = api.load_dataset(tmp_path / "out")
+    assert [origin["seed"] for origin in data.provenance] == [5, 6]
+    assert data.features == boxing.feature_id(visible=False)
+    controllers = np.array(CONTROLLERS)
+    for index, game in enumerate(games):
+        rows = slice(data.offsets[index], data.offsets[index + 1])
+        assert (data.target[rows] == controllers[game.labels]).all()  # what the expert wanted
+        assert (data.controller[rows][1:] == controllers[game.executed[:-1]]).all()  # what was done before
+    batch = Batches(data, WindowSpec(context=8), batch=16).next()
+    assert set(batch) == {"numbers", "previous", "targets"}
+
+
+def test_the_shipped_games_are_replayed_once_and_then_found(played, tmp_path, monkeypatch):
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(archive, "SHIPPED", archive.save(tmp_path / "demos.xz", played[1]))
+    data = api.load_dataset("boxing")
+    with monkeypatch.context() as without_emulator:
+        without_emulator.setitem(sys.modules, "ale_py", None)
+        assert api.load_dataset("boxing").fingerprint == data.fingerprint
+    visible = api.load_dataset("boxing-visible")
+    assert visible.features["visible"] is True
+    assert visible.numbers.shape[1] < data.numbers.shape[1]
+
+
+def test_what_cannot_be_prepared_names_the_cure(played, tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataError, match="out exists; delete it"):
+        api.prepare_boxing(tmp_path / "out", played[0])
+    with pytest.raises(DataError, match="seeds below 10000, got 5 from seed 9996; the seeds above are for evaluation"):
+        boxing.demonstrate(tmp_path / "a.jsonl", count=5, first_seed=9996)
+    (tmp_path / "other.xz").write_bytes(b"not an archive")
+    with pytest.raises(DataError, match="is not a file of demonstrations"):
+        api.prepare_boxing(tmp_path / "new", tmp_path / "other.xz")
+    assert not (tmp_path / "new").exists()
