@@ -87,16 +87,6 @@ def test_preallocated_tensors_are_filled_in_any_dtype_that_holds_the_values(data
         batches.next(out | {"targets": out["targets"][:3]})
 
 
-def test_a_limited_validation_is_spread_over_the_held_out_part(tmp_path):
-    data = make_text(tmp_path / "t", 4000)
-    whole = torch.cat([batch["tokens"] for batch in Validation(data, WINDOW, batch=1)])
-    assert len(whole) == 50
-    limited = Validation(data, WINDOW, batch=4, limit=5)
-    assert torch.equal(torch.cat([batch["tokens"] for batch in limited])[:5], whole[::10])
-    assert limited.positions == 40
-    assert Validation(data, WINDOW, batch=4, limit=99).positions == 400
-
-
 @pytest.mark.parametrize(("batch", "seed"), [(0, 0), (4, -1), (4, 1 << 63)])
 def test_impossible_settings_are_refused(data, batch, seed):
     with pytest.raises(ConfigError, match="must be"):

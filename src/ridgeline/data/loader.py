@@ -101,17 +101,14 @@ class Validation:
         window: what a window is.
         batch: windows a batch (B); the last one is filled up with windows that do not count, so that every batch has
             the same shape.
-        limit: for a quick look, so many windows at most, spread evenly over the held-out part; 0 for all.
     """
 
-    def __init__(self, data: TextData | GameData, window: WindowSpec, *, batch: int, limit: int = 0) -> None:
-        if batch < 1 or limit < 0:
-            raise ConfigError(f"batch must be at least 1 and limit at least 0, got {batch} and {limit}")
+    def __init__(self, data: TextData | GameData, window: WindowSpec, *, batch: int) -> None:
+        if batch < 1:
+            raise ConfigError(f"batch must be at least 1, got {batch}")
         self.windows = windows_of(data, window)
         self.batch = batch
-        start_N, count_N = self.windows.validation()
-        chosen = np.arange(limit) * len(start_N) // limit if 0 < limit < len(start_N) else slice(None)
-        self._start_N, self._count_N = start_N[chosen], count_N[chosen]
+        self._start_N, self._count_N = self.windows.validation()
 
     @property
     def positions(self) -> int:
