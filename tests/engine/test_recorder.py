@@ -100,23 +100,24 @@ class Counting:
 
 
 class HostRate(Update):
-    """A schedule computed by the host."""
+    """A schedule that counts on the host."""
+
+    calls = 0
 
     def __call__(self) -> None:
-        self._rates.fill_(1e-3 / (1 + int(self.applied)) if self.flat.device.type == "host" else 1e-3 * self.next())
+        self.calls += 1
+        self._rates.fill_(1e-3 * self.calls)
         super().__call__()
-
-    def next(self) -> int:
-        self.calls = getattr(self, "calls", 0) + 1
-        return self.calls
 
 
 class HostSeed(Update):
-    """Dropout seeds from a Python counter."""
+    """Dropout seeds from a counter on the host."""
+
+    calls = 0
 
     def __call__(self) -> None:
         super().__call__()
-        self.calls = getattr(self, "calls", 0) + 1
+        self.calls += 1
         self.seed_step[0].fill_(self.calls)
 
 

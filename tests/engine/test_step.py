@@ -1,0 +1,237 @@
+"""TrainStep: any module, accumulation, shapes, guards, resuming, bad input."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
+from engine.recorder import Recorder
+from ridgeline.engine import TrainStep
+from ridgeline.engine.step import MAX_SHAPES
+from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
+from ridgeline.models import build
+from ridgeline.optim import OptimizerConfig, build_adamw
+
+SETTINGS = OptimizerConfig(lr=1e-2, clip=0.5)
+
+
+def stranger() -> Stranger:
+    torch.manual_seed(1)
+    return Stranger()
+
+
+def strange_step(**rest) -> TrainStep:
+    return TrainStep(stranger(), stranger_loss, SETTINGS, **{"precision": "fp32", **rest})
+
+
+def test_trains_as_a_pytorch_loop_does():
+    model, step = stranger(), strange_step()
+    optimizer = build_adamw(
+        model, lr=SETTINGS.lr, betas=SETTINGS.betas, eps=SETTINGS.eps, weight_decay=SETTINGS.weight_decay
+    )
+    losses = []
+    for i in range(15):
+        loss = stranger_loss(model, language_batch(i % 3))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        step(language_batch(i % 3))
+    assert [m.loss for m in step.metrics()] == pytest.approx(losses, rel=1e-4)
+    for name, tensor in step.model.state_dict().items():
+        if name != "attn.bias":  # the keys' share has no gradient but rounding, which Adam blows up
+            torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-3, atol=1e-4)
+
+
+def test_accumulation_equals_the_whole_batch_with_missing_targets():
+    batch = language_batch(batch=6)
+    batch["targets"][0] = -100  # parts with unequal numbers of targets
+    batch["targets"][1, :5] = -100
+    whole, parts = (
+        TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, precision="fp32", accumulate=n, seed=4)
+        for n in (1, 3)
+    )
+    for _ in range(5):
+        whole(batch)
+        parts(batch)
+    for a, b in zip(whole.metrics(), parts.metrics(), strict=True):
+        assert a.loss == pytest.approx(b.loss, rel=1e-5)
+        assert a.norm == pytest.approx(b.norm, rel=1e-4)
+    torch.testing.assert_close(whole.flat.masters, parts.flat.masters, rtol=1e-3, atol=1e-4)
+
+
+def test_a_part_without_any_target_counts_for_nothing():
+    batch = language_batch(batch=4)
+    batch["targets"][:2] = -100
+    step = TrainStep(build(LANGUAGE, impl="reference", seed=3), precision="fp32", accumulate=2)
+    step(batch)
+    assert not step.metrics()[0].skipped
+
+
+def test_resuming_in_the_middle_changes_nothing():
+    straight = TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, steps=12, precision="bf16")
+    first = TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, steps=12, precision="bf16")
+    for i in range(12):
+        straight(language_batch(i))
+    for i in range(5):
+        first(language_batch(i))
+    weights, state = first.model.state_dict(), first.state_dict()
+    model = build(LANGUAGE, impl="reference", seed=99)
+    second = TrainStep(model, optimizer=SETTINGS, steps=12, precision="bf16", capture=Recorder())
+    model.load_state_dict(weights)
+    second.load_state_dict(state)
+    for i in range(5, 12):
+        second(language_batch(i))
+    assert torch.equal(straight.flat.masters, second.flat.masters)
+    assert [m.loss for m in second.metrics(5)] == [m.loss for m in straight.metrics(5)]
+
+
+def test_a_new_shape_is_a_new_program_and_says_so(caplog):
+    step = strange_step(capture=Recorder())
+    with caplog.at_level(logging.WARNING, logger="ridgeline.engine"):
+        step(language_batch())
+        assert not caplog.records
+        step(language_batch(batch=2, context=5))
+        step(language_batch())
+    assert len(caplog.records) == 1
+    assert "(2, 5)" in caplog.text
+    assert step.taken == 3
+    for context in range(1, MAX_SHAPES - 1):
+        step(language_batch(batch=3, context=context))
+    with pytest.raises(ConfigError, match="pad batches"):
+        step(language_batch(batch=7))
+
+
+def test_weights_for_evaluation_are_those_of_the_step():
+    step = strange_step(precision="bf16")
+    step(language_batch())
+    expected = copy.deepcopy(step.model).bfloat16()
+    with step.weights() as model:
+        assert torch.equal(stranger_loss(model, language_batch()), stranger_loss(expected, language_batch()))
+
+
+def test_the_run_stops_with_the_first_bad_tensor():
+    step = strange_step(bad_steps=3)
+    step(language_batch())
+    step.check()
+    with torch.no_grad():
+        step.model.attn.weight[0, 0] = float("nan")
+    for _ in range(3):
+        step(language_batch())
+    with pytest.raises(
+        RidgelineError, match=r"step 4: .* 3 times in a row; first bad tensor: output of attn; .*step 1$"
+    ):
+        step.check()
+
+
+def test_a_bad_gradient_is_named():
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(3))
+
+        def forward(self, x):
+            return (x * self.scale.sqrt()).sum()  # derivative at 0 is infinite
+
+    step = TrainStep(Rooted(), lambda model, batch: model(batch), precision="fp32", bad_steps=1)
+    step(torch.ones(2, 3))
+    with pytest.raises(RidgelineError, match="gradient of scale"):
+        step.check()
+
+
+def test_autocast_and_floating_inputs():
+    class Regressor(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+    seen = []
+
+    def loss(model, batch):
+        x, y = batch
+        seen.append((x.dtype, model.linear(x).dtype, model.linear.weight.dtype))
+        return (model.linear(x) - y).square().mean()
+
+    for precision in ("bf16", "bf16-autocast", "fp32"):
+        step = TrainStep(Regressor(), loss, precision=precision)
+        step((torch.randn(8, 4), torch.randn(8, 1)))
+    half, full = torch.bfloat16, torch.float32
+    assert seen == [(half, half, half), (full, half, full), (full, full, full)]
+
+
+def test_the_users_product_precision_is_left_alone():
+    before = torch.get_float32_matmul_precision()
+    strange_step(precision="tf32")(language_batch())
+    assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: strange_step(precision="bf61"), "unknown precision 'bf61'; did you mean bf16"),
+        (lambda: strange_step(capture=True), "capture=False"),
+        (lambda: strange_step(accumulate=0), "accumulate"),
+        (lambda: TrainStep(nn.Linear(2, 2)), r"no method loss\(batch, dropout\)"),
+    ],
+)
+def test_settings_that_cannot_be(make, message):
+    with pytest.raises(RidgelineError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({}, "one common number of samples"),
+        ({"tokens": [1, 2]}, "holds tensors"),
+        ({"tokens": torch.zeros(4, 8).long(), "targets": torch.zeros(3, 8).long()}, r"\[3, 4\]"),
+        (torch.tensor(1.0), "of no dimension"),
+        ({"tokens": torch.zeros(5, 8).long(), "targets": torch.zeros(5, 8).long()}, "does not divide a batch of 5"),
+    ],
+)
+def test_batches_that_cannot_be(batch, message):
+    with pytest.raises(ConfigError, match=message):
+        strange_step(accumulate=2)(batch)
+
+
+@pytest.mark.parametrize("capture", [False, Recorder()])
+def test_a_loss_that_is_no_scalar(capture):
+    step = TrainStep(stranger(), lambda model, batch: model(**batch_names(batch))[0], precision="fp32", capture=capture)
+    before = step.flat.masters.clone()
+    with pytest.raises(ConfigError, match=r"scalar tensor.*shape \(4, 8, 11\)"):
+        step(language_batch())
+    assert torch.equal(before, step.flat.masters)
+    assert step.taken == 0
+
+
+def batch_names(batch):
+    return {"idx": batch["tokens"], "targets": batch["targets"]}
+
+
+def test_what_the_model_refuses_is_reported_with_the_shapes():
+    step = strange_step(capture=Recorder())
+    batch = {"tokens": torch.zeros(2, 9).long(), "targets": torch.zeros(2, 9).long()}  # longer than the context
+    with pytest.raises(UnsupportedError, match=r"on a batch of \(2, 9\) int64"):
+        step(batch)
+    step(language_batch())
+    assert step.taken == 1
+
+
+def test_unused_parameters_are_fine():
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    step = TrainStep(
+        Spare(), lambda m, x: m.used(x).mean(), OptimizerConfig(weight_decay=0), precision="fp32", capture=Recorder()
+    )
+    before = step.model.spare.weight.clone()
+    step(torch.randn(4, 3))
+    assert torch.equal(before, step.model.spare.weight)
