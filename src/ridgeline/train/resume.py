@@ -160,10 +160,10 @@ def config_of(saved: Checkpoint) -> TrainConfig:
     """
     try:
         return from_dict(saved.meta["config"])
-    except (KeyError, ConfigError) as error:
-        raise CheckpointError(
-            f"{saved.path} holds no run that can be gone on with ({error}); use --init-from"
-        ) from error
+    except KeyError as error:
+        raise CheckpointError(f"{saved.path} says nothing of its {error}; use one that a run wrote") from error
+    except ConfigError as error:
+        raise CheckpointError(f"no run can go on from {saved.path} ({error}); use --init-from") from error
 
 
 def check_resumable(saved: Checkpoint, config: TrainConfig) -> None:
