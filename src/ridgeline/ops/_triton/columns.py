@@ -5,6 +5,8 @@ A backward kernel that sums over rows (scale, bias, table gradients) leaves its 
 of this; `index_W` then says where each column belongs in the flat gradient.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import triton

@@ -6,6 +6,8 @@ Triton [3.4.0, 3.7.1) emits a wrong stmatrix for the latter on sm_90 (flash-line
 kernel may contain it, whatever version compiles it.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import os

@@ -4,6 +4,8 @@ Up to 2,048 classes a tile holds whole rows; beyond, a program sweeps a row twic
 row: logits once in, gradient once out. The number of valid rows is counted first, as integers, so that it is exact.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import triton
@@ -164,7 +166,8 @@ def cross_entropy_raw(
     N, V = logits_NV.shape
     launch = launch or config(N, V)
     arguments = (
-        logits_NV, targets_N, dlogits_NW, losses_P, counts, gradient_scale, N, logits_NV.stride(0), dlogits_NW.stride(0),
+        logits_NV, targets_N, dlogits_NW, losses_P, counts, gradient_scale,
+        N, logits_NV.stride(0), dlogits_NW.stride(0),
     )  # fmt: skip
     sizes = {"V": V, "WIDTH": dlogits_NW.shape[1], "COUNTS": counts.shape[0], "num_warps": launch.warps}
     if V > WHOLE_ROWS:

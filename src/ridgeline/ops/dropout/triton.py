@@ -3,6 +3,8 @@
 Bit for bit the masks of `reference.py`. Everything is unsigned 32-bit; one widening multiplication gives both halves.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import torch

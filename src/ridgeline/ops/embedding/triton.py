@@ -6,6 +6,8 @@ chunk of 64 sorted rows holds few runs of equal indices: a run inside a chunk be
 straight to the table; the runs at a chunk's two ends are left as partials, which one program a run adds in order.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import torch

@@ -4,6 +4,8 @@ Bytes a token and column in 16-bit storage: forward alone 4, joined 8; backward 
 branch 10. Sums over rows leave one row of partials a program (fp32); `column_sums_raw` adds them in a fixed order.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import triton

@@ -44,15 +44,15 @@ class AdamWSettings:
 
 
 class AdamWState(NamedTuple):
-    """The flat buffers and the counters of an optimiser, all on one device.
+    """The flat buffers (M elements each) and the counters of an optimiser, all on one device.
 
     Attributes:
-        weights_M: fp32 master weights.
-        gradient_M: fp32 gradient.
-        moment_1_M: fp32 first moment.
-        moment_2_M: fp32 second moment.
-        decay_K: fp32 weight decay of each of K equal granules of the M elements (K divides M).
-        copy_M: bf16 or fp16 copy of the weights that the model computes with, or None.
+        weights: fp32 master weights.
+        gradient: fp32 gradient.
+        moment_1: fp32 first moment.
+        moment_2: fp32 second moment.
+        decay: fp32[K], weight decay of each of K equal granules of the M elements (K divides M).
+        copy: bf16 or fp16 copy of the weights that the model computes with, or None.
         learning_rate: fp32[1].
         counters: int64[2]: updates applied so far, steps skipped so far.
         norm: fp32[1], written by each step: the gradient's norm before clipping.
@@ -60,12 +60,12 @@ class AdamWState(NamedTuple):
             scale), or None for 1.
     """
 
-    weights_M: Tensor
-    gradient_M: Tensor
-    moment_1_M: Tensor
-    moment_2_M: Tensor
-    decay_K: Tensor
-    copy_M: Tensor | None
+    weights: Tensor
+    gradient: Tensor
+    moment_1: Tensor
+    moment_2: Tensor
+    decay: Tensor
+    copy: Tensor | None
     learning_rate: Tensor
     counters: Tensor
     norm: Tensor
@@ -74,7 +74,7 @@ class AdamWState(NamedTuple):
 
 def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
     """One step in plain torch, in place."""
-    gradient_M = state.gradient_M
+    gradient_M = state.gradient
     if state.gradient_scale is not None:
         gradient_M = gradient_M * state.gradient_scale
     norm = torch.linalg.vector_norm(gradient_M)
@@ -85,12 +85,12 @@ def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
     state.counters[0] += 1
     gradient_M = gradient_M * (settings.max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
     step, rate = int(state.counters[0]), float(state.learning_rate)
-    decay_M = state.decay_K.repeat_interleave(state.weights_M.numel() // state.decay_K.numel())
-    state.weights_M.mul_(1 - rate * decay_M)
-    state.moment_1_M.lerp_(gradient_M, 1 - settings.beta_1)
-    state.moment_2_M.mul_(settings.beta_2).addcmul_(gradient_M, gradient_M, value=1 - settings.beta_2)
+    decay_M = state.decay.repeat_interleave(state.weights.numel() // state.decay.numel())
+    state.weights.mul_(1 - rate * decay_M)
+    state.moment_1.lerp_(gradient_M, 1 - settings.beta_1)
+    state.moment_2.mul_(settings.beta_2).addcmul_(gradient_M, gradient_M, value=1 - settings.beta_2)
     correction_1, correction_2 = 1 - settings.beta_1**step, 1 - settings.beta_2**step
-    denominator_M = (state.moment_2_M.sqrt() / correction_2**0.5).add_(settings.eps)
-    state.weights_M.addcdiv_(state.moment_1_M, denominator_M, value=-rate / correction_1)
-    if state.copy_M is not None:
-        state.copy_M.copy_(state.weights_M)
+    denominator_M = (state.moment_2.sqrt() / correction_2**0.5).add_(settings.eps)
+    state.weights.addcdiv_(state.moment_1, denominator_M, value=-rate / correction_1)
+    if state.copy is not None:
+        state.copy.copy_(state.weights)

@@ -5,6 +5,8 @@ order and writes the step's plan (clip coefficient, step size, corrections, whet
 plan and passes over the buffers once: 30 bytes a parameter with a 16-bit copy, 34 when it clears the gradient too.
 """
 
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
 import math
@@ -130,18 +132,18 @@ def adamw_raw(
         clear: whether to zero the gradient on the way.
         plan, update: launches; None for the frozen ones.
     """
-    M = state.weights_M.numel()
+    M = state.weights.numel()
     plan, update = plan or plan_config(M), update or update_config(M)
     programs = min(grid_rows(M, plan.columns), plan.per_processor * processors(work.device), 1024)
     plan_P, arrivals, partials = work[:PLAN], work[PLAN : PLAN + 1].view(torch.int32), work[PLAN + 8 :]
     adamw_plan_kernel[(programs,)](
-        state.gradient_M, partials, arrivals, plan_P, state.learning_rate, state.counters, state.norm,
+        state.gradient, partials, arrivals, plan_P, state.learning_rate, state.counters, state.norm,
         state.gradient_scale, M, settings.max_norm,
         LOG_BETA_1=_logarithm(settings.beta_1), LOG_BETA_2=_logarithm(settings.beta_2),
         BLOCK_P=1024, BLOCK=plan.columns, num_warps=plan.warps,
     )  # fmt: skip
     adamw_update_kernel[(grid_rows(M, update.columns),)](
-        state.weights_M, state.gradient_M, state.moment_1_M, state.moment_2_M, state.decay_K, state.copy_M, plan_P, M,
+        state.weights, state.gradient, state.moment_1, state.moment_2, state.decay, state.copy, plan_P, M,
         1 - settings.beta_1, settings.beta_2, 1 - settings.beta_2, settings.eps,
-        GRANULE=M // state.decay_K.numel(), CLEAR=clear, BLOCK=update.columns, num_warps=update.warps,
+        GRANULE=M // state.decay.numel(), CLEAR=clear, BLOCK=update.columns, num_warps=update.warps,
     )  # fmt: skip

@@ -1,0 +1,217 @@
+"""The launches that the compile tests look at. Run as a script, it compiles them all and prints what came out as JSON.
+
+Separate from the tests because the interpreter, which they run in, and the compiler exclude each other in a process.
+"""
+
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ridgeline.ops._triton.compiled import ARCHITECTURES, compile_kernel, transposed_results
+from ridgeline.ops._triton.support import Launch
+
+
+class Case(NamedTuple):
+    """One launch: kernel, dtype of each pointer ("" where absent) and scalar, constants, launch."""
+
+    kernel: Any
+    pointers: dict[str, str]
+    scalars: dict[str, str]
+    constants: dict[str, Any]
+    launch: Launch
+
+
+def pointers(text: str) -> dict[str, str]:
+    """`"bf16 x y; fp32 mean"` as a dtype for each `x_ptr`, `y_ptr`, `mean_ptr`."""
+    groups = [group.split() for group in text.split(";")]
+    return {f"{name}_ptr": f"*{group[0]}" for group in groups for name in group[1:]}
+
+
+MASK = {"site": "i32", "sample_offset": "i32", "N": "i32", "T": "i32/16", "scale": "fp32"}
+
+
+def norm_cases() -> dict[str, Case]:
+    from ridgeline.ops.norm import triton as norm
+
+    cases = {}
+    for C in (512, 256):
+        forward, backward = norm.forward_config(131072 * 512 // C // 4, C), norm.backward_config(131072, C)
+        shared = {"C": C, "BLOCK_C": C, "RMS": False, "THRESHOLD": 6554}
+        cases[f"norm forward {C}"] = Case(
+            norm.norm_forward_kernel,
+            pointers("bf16 branch branch_bias residual weight bias r h; fp32 mean rstd; i64 seed_step"),
+            {**MASK, "eps": "fp32"},
+            {**shared, "ROWS": forward.rows},
+            forward,
+        )
+        cases[f"norm backward {C}"] = Case(
+            norm.norm_backward_kernel,
+            pointers("bf16 dh r weight dresidual dr dbranch; fp32 mean rstd partials; i64 seed_step"),
+            {**MASK, "partials_stride": "i32/16"},
+            {**shared, "BIAS": True, "BRANCH_BIAS": True, "ROWS": backward.rows, "STAGES": backward.stages},
+            backward,
+        )
+    return cases
+
+
+def activation_cases() -> dict[str, Case]:
+    from ridgeline.ops.activation import triton as activation
+
+    F, cases = 2048, {}
+    forward, backward = activation.forward_config(131072, F), activation.backward_config(131072, F)
+    for kind in ("exact", "tanh"):
+        shared = {"F": F, "TANH": kind == "tanh", "PRECISE": False}
+        cases[f"gelu {kind} forward"] = Case(
+            activation.bias_gelu_forward_kernel,
+            pointers("bf16 x bias out"),
+            {"N": "i32"},
+            {**shared, "ROWS": forward.rows, "BLOCK_F": forward.columns},
+            forward,
+        )
+        cases[f"gelu {kind} backward"] = Case(
+            activation.bias_gelu_backward_kernel,
+            pointers("bf16 dout x bias dx; fp32 partials"),
+            {"N": "i32", "partials_stride": "i32/16"},
+            {**shared, "ROWS": backward.rows, "BLOCK_F": backward.columns, "STAGES": backward.stages},
+            backward,
+        )
+    return cases
+
+
+def cross_entropy_cases() -> dict[str, Case]:
+    from ridgeline.ops.cross_entropy import triton as loss
+
+    scalars = {"N": "i32", "stride": "i32", "dstride": "i32"}
+    kinds = pointers("bf16 logits dlogits; i64 targets; fp32 losses; i32 counts")
+    absent = {"gradient_scale_ptr": None, "COUNTS": loss.COUNTS}
+    small, wide = loss.config(8192, 65), loss.config(4096, 50257)
+    return {
+        "cross-entropy 65": Case(
+            loss.cross_entropy_kernel,
+            kinds,
+            scalars,
+            {**absent, "V": 65, "WIDTH": 65, "ROWS": small.rows, "BLOCK_V": 128},
+            small,
+        ),
+        "cross-entropy 50257": Case(
+            loss.cross_entropy_wide_kernel,
+            kinds,
+            {"N": "i32", "stride": "i32/16", "dstride": "i32/16"},
+            {**absent, "V": 50257, "WIDTH": 50304, "BLOCK_V": wide.columns},
+            wide,
+        ),
+    }
+
+
+def embedding_cases() -> dict[str, Case]:
+    from ridgeline.ops._triton.columns import column_sums_kernel
+    from ridgeline.ops.embedding import triton as embedding
+
+    C = 256
+    small = embedding.small_config(8192, 65, C)
+    return {
+        "gather": Case(
+            embedding.gather_kernel,
+            pointers("bf16 table positions out; i64 ids seed_step"),
+            {**MASK, "K": "i32", "out_stride": "i32/16"},
+            {"C": C, "V": 65, "THRESHOLD": 6554, "ROWS": 8, "BLOCK_C": C},
+            Launch(rows=8, warps=4),
+        ),
+        "table gradient, one-hot": Case(
+            embedding.table_gradient_small_kernel,
+            pointers("bf16 dout; i64 ids; fp32 partials"),
+            {"partials_stride": "i32/16", "N": "i32", "K": "i32", "stride": "i32/16", "V": "i32"},
+            {"C": C, "ROWS": small.rows, "BLOCK_V": 128, "BLOCK_C": small.columns},
+            small,
+        ),
+        "table gradient, sorted": Case(
+            embedding.table_gradient_sorted_kernel,
+            pointers("bf16 dout; i64 order sorted; fp32 dtable ends"),
+            {"N": "i32", "K": "i32", "stride": "i32/16", "V": "i32"},
+            {"C": C, "CHUNK": embedding.CHUNK, "BLOCK_C": 128},
+            Launch(rows=1, warps=4),
+        ),
+        "table gradient, ends": Case(
+            embedding.table_gradient_ends_kernel,
+            pointers("i64 sorted; fp32 dtable ends"),
+            {"N": "i32", "V": "i32"},
+            {"C": C, "CHUNK": embedding.CHUNK, "ROWS": 16, "BLOCK_C": 128},
+            Launch(rows=1, warps=4),
+        ),
+        "column sums": Case(
+            column_sums_kernel,
+            pointers("fp32 partials out"),
+            {"stride": "i32/16", "P": "i32", "W": "i32"},
+            {"index_ptr": None, "ACCUMULATE": True, "BLOCK_P": 64, "BLOCK_W": 16},
+            Launch(rows=1, warps=4),
+        ),
+    }
+
+
+def optimizer_cases() -> dict[str, Case]:
+    from ridgeline.ops.dropout.triton import dropout_kernel
+    from ridgeline.ops.optimizer import triton as optimizer
+
+    M = 20_000_000
+    plan, update = optimizer.plan_config(M), optimizer.update_config(M)
+    return {
+        "adamw plan": Case(
+            optimizer.adamw_plan_kernel,
+            pointers("fp32 gradient partials plan rate norm; i32 arrivals; i64 counters"),
+            {"M": "i32", "max_norm": "fp32"},
+            {"scale_ptr": None, "LOG_BETA_1": -0.1, "LOG_BETA_2": -0.001, "BLOCK_P": 1024, "BLOCK": plan.columns},
+            plan,
+        ),
+        "adamw update": Case(
+            optimizer.adamw_update_kernel,
+            pointers("fp32 weights gradient moment_1 moment_2 decay plan; bf16 copy"),
+            {"M": "i32/16", "complement_1": "fp32", "beta_2": "fp32", "complement_2": "fp32", "eps": "fp32"},
+            {"GRANULE": 64, "CLEAR": True, "BLOCK": update.columns},
+            update,
+        ),
+        "dropout": Case(
+            dropout_kernel,
+            pointers("bf16 x out; i64 seed_step"),
+            MASK,
+            {"C": 512, "THRESHOLD": 6554, "ROWS": 4, "BLOCK_C": 512},
+            Launch(rows=4, warps=4),
+        ),
+    }
+
+
+def all_cases() -> dict[str, Case]:
+    """Every launch by name."""
+    return norm_cases() | activation_cases() | cross_entropy_cases() | embedding_cases() | optimizer_cases()
+
+
+def measure(name: str, case: Case, architecture: int) -> dict[str, Any]:
+    """One row of the report."""
+    result = compile_kernel(
+        case.kernel,
+        case.pointers,
+        case.scalars,
+        case.constants,
+        architecture=architecture,
+        warps=case.launch.warps,
+        stages=case.launch.stages,
+    )
+    return {
+        "name": name,
+        "architecture": architecture,
+        "registers": result.registers,
+        "spilled": result.spilled,
+        "shared": result.shared,
+        "transposed": transposed_results(result.ttgir),
+    }
+
+
+def main(architectures: list[int]) -> None:
+    """Compile on two threads (the compiler releases the lock) and print a list of rows."""
+    jobs = [(name, case, architecture) for architecture in architectures for name, case in all_cases().items()]
+    with ThreadPoolExecutor(2) as pool:
+        print(json.dumps(list(pool.map(lambda job: measure(*job), jobs))))
+
+
+if __name__ == "__main__":
+    main([int(argument) for argument in sys.argv[1:]] or list(ARCHITECTURES))
