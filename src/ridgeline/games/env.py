@@ -6,9 +6,16 @@ many frames of the game it lasts is the game's business.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_EVALUATION_SEED = 10_000  # seeds from here on are for judging only: no demonstration may have one
+
 Controller = tuple[int, ...]
+Row = tuple[NDArray[np.uint16], NDArray[np.float32]]  # categories [columns] and numbers [N] of a state
 
 
 class Score(NamedTuple):
@@ -57,3 +64,39 @@ class Environment(Protocol):
     @property
     def knockout(self) -> int:
         """1 if the player won early, −1 if the opponent did, else 0."""
+
+
+class Eyes(Protocol):
+    """The features of one running game: it is shown every state, in order, from the first."""
+
+    def __call__(self, state: Any) -> Row:
+        """The row of the next state, equal to the one that training reads."""
+
+
+class Game(Protocol):
+    """The adapter of a game.
+
+    Attributes:
+        name: by which `ridgeline.games.game` finds it.
+        levels: strengths of the built-in opponent.
+        heads: name and number of classes of each part of the controller.
+    """
+
+    name: str
+    levels: tuple[int, ...]
+    heads: tuple[tuple[str, int], ...]
+
+    def environment(self, level: int) -> Environment:
+        """A game to be started with `reset`.
+
+        Raises:
+            ConfigError: a level that does not exist.
+            MissingExtraError: the game is not installed.
+        """
+
+    def eyes(self, features: Mapping[str, Any]) -> Eyes:
+        """Features of the name and version that a data set or a checkpoint records.
+
+        Raises:
+            DataError: this version of the package has no such features.
+        """

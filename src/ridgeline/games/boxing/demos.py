@@ -21,8 +21,7 @@ from ridgeline.errors import DataError
 from ridgeline.games.boxing.actions import CONTROLLERS, NEUTRAL
 from ridgeline.games.boxing.experts import Expert, expert
 from ridgeline.games.boxing.game import CAP, DECISION_FRAMES, IDLE_FRAMES, STICKY, Boxing, Ram, versions
-
-FIRST_EVALUATION_SEED = 10_000  # seeds from here on are for judging only: no demonstration may have one
+from ridgeline.games.env import FIRST_EVALUATION_SEED
 
 _CODE = {controller: code for code, controller in enumerate(CONTROLLERS)}
 _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}]
@@ -101,11 +100,7 @@ class Demonstration:
     checksum: str
 
     def __post_init__(self) -> None:
-        if not 0 <= self.seed < FIRST_EVALUATION_SEED:
-            raise DataError(
-                f"seed {self.seed} is not for demonstrations: use 0 to {FIRST_EVALUATION_SEED - 1}, "
-                "the others are for evaluation"
-            )
+        _check_seed(self.seed)
 
     def provenance(self) -> dict[str, Any]:
         """All but the actions, as JSON can hold it."""
@@ -126,8 +121,7 @@ def demonstrate(seed: int, level: int, player: Expert, drift: Drift) -> Demonstr
     Raises:
         DataError: an evaluation seed, or a game that does not end.
     """
-    if seed >= FIRST_EVALUATION_SEED:
-        raise DataError(f"seed {seed} is for evaluation; demonstrations use 0 to {FIRST_EVALUATION_SEED - 1}")
+    _check_seed(seed)
     game, rng = Boxing(level), np.random.default_rng([seed, 1])
     states = [game.reset(seed)]
     labels: list[int] = []
@@ -215,6 +209,13 @@ def compress(content: bytes) -> bytes:
 def decompress(content: bytes) -> bytes:
     """The inverse of `compress`."""
     return lzma.decompress(content, lzma.FORMAT_RAW, filters=_LZMA)
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < FIRST_EVALUATION_SEED:
+        raise DataError(
+            f"seed {seed} is not for demonstrations: use 0 to {FIRST_EVALUATION_SEED - 1}, the rest is for evaluation"
+        )
 
 
 def _checksum(states: list[Ram]) -> str:

@@ -66,7 +66,7 @@ def features(states: Ram, *, visible: bool = False, before: Ram | None = None) -
     return np.concatenate(parts, axis=1, dtype=np.float32)
 
 
-class Eyes:
+class BoxingEyes:
     """The same rows live, one state at a time: it remembers the state before. One instance a game."""
 
     def __init__(self, visible: bool = False) -> None:

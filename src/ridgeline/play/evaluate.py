@@ -1,0 +1,134 @@
+"""The judgement of a policy: seeded games in parallel processes, and what they say with which certainty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ridgeline.errors import ConfigError, WorkerError
+from ridgeline.games import game
+from ridgeline.games.env import FIRST_EVALUATION_SEED
+from ridgeline.games.parallel import run_parallel
+from ridgeline.play.player import Player, load_player
+from ridgeline.play.rollout import GameResult, play_games
+from ridgeline.play.statistics import bootstrap, wilson
+
+GAMES_A_CALL = 8  # games that one call of the model decides in
+SILENCE_SECONDS = 600.0  # after which a process counts as hung
+COUNTS = ("wins", "ties", "ko", "ko_against")
+MEANS = ("margin", "dealt", "taken")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The result of some games at one level.
+
+    Attributes:
+        level: strength of the opponent.
+        results: one a game, by seed.
+    """
+
+    level: int
+    results: tuple[GameResult, ...]
+
+    def summary(self) -> dict[str, Any]:
+        """For JSON: games, wins, ties, ko, ko_against (numbers of games), margin, dealt, taken (mean points a game).
+
+        `intervals` holds a 95 % interval of each, in the same unit; `level` is the opponent's.
+        """
+        games = len(self.results)
+        rows = [_figures(result) for result in self.results]
+        columns = {name: [row[name] for row in rows] for name in (*COUNTS, *MEANS)}
+        intervals = {name: [games * end for end in wilson(sum(columns[name]), games)] for name in COUNTS}
+        intervals |= {name: list(bootstrap(columns[name])) for name in MEANS}
+        return {
+            "games": games,
+            **{name: sum(columns[name]) for name in COUNTS},
+            **{name: sum(columns[name]) / games for name in MEANS},
+            "intervals": intervals,
+            "level": self.level,
+        }
+
+
+def evaluate(
+    source: str | Path | Callable[[], Player],
+    games: int = 30,
+    *,
+    level: int = 0,
+    temperature: float = 1.0,
+    processes: int = 2,
+    first_seed: int = FIRST_EVALUATION_SEED,
+    device: str = "cpu",
+    timeout: float = SILENCE_SECONDS,
+    on_game: Callable[[GameResult], None] | None = None,
+) -> Evaluation:
+    """Let a policy play games with the seeds first_seed, first_seed + 1, …
+
+    The result does not depend on the number of processes.
+
+    Args:
+        source: folder of a checkpoint, or of a run, whose best is taken; or what returns a player, in any process.
+        games: how many.
+        level: strength of the opponent.
+        temperature: 1 samples from the policy, 0 takes the most likely class of each head.
+        processes: of which each plays up to GAMES_A_CALL games at a time, with one thread.
+        first_seed: of the games.
+        device: where a checkpoint's policy computes, in every process.
+        timeout: seconds without a finished game after which a process counts as hung.
+        on_game: called with every game as it ends; what it keeps outlives an error in a later game.
+
+    Raises:
+        CheckpointError: no policy that can play here.
+        ConfigError: no games, or a level or temperature that cannot be.
+        WorkerError: a process died or hung, or a game did not end. A game is never just missing.
+    """
+    if games < 1:
+        raise ConfigError(f"games must be at least 1, got {games}")
+    if processes < 1:
+        raise ConfigError(f"processes must be at least 1, got {processes}")
+    load = source if callable(source) else partial(load_player, source, device)
+    player = load()  # here as well, so that a mistake is told at once
+    levels = game(player.game).levels
+    if level not in levels:
+        raise ConfigError(f"{player.game} has the levels {', '.join(map(str, levels))}, got {level}")
+    seeds = range(first_seed, first_seed + games)
+    tasks = [_Task(load, seeds[at : at + GAMES_A_CALL], level, temperature) for at in range(0, games, GAMES_A_CALL)]
+    names = [f"the games of seeds {task.seeds[0]} to {task.seeds[-1]}" for task in tasks]
+    results = []
+    for _, result in run_parallel(_play, tasks, processes=processes, timeout=timeout, names=names):
+        results.append(result)
+        if on_game:
+            on_game(result)
+    if len(results) != games:
+        raise WorkerError(f"{len(results)} of {games} games came back; this is a mistake of ridgeline, report it")
+    return Evaluation(level=level, results=tuple(sorted(results, key=lambda result: result.seed)))
+
+
+class _Task(NamedTuple):
+    load: Callable[[], Player]
+    seeds: range
+    level: int
+    temperature: float
+
+
+def _play(task: _Task) -> Iterator[GameResult]:
+    torch.set_num_threads(1)
+    return play_games(task.load(), task.seeds, level=task.level, temperature=task.temperature)
+
+
+def _figures(result: GameResult) -> dict[str, int]:
+    margin = result.dealt - result.taken
+    return {
+        "wins": int(margin > 0),
+        "ties": int(margin == 0),
+        "ko": int(result.knockout > 0),
+        "ko_against": int(result.knockout < 0),
+        "margin": margin,
+        "dealt": result.dealt,
+        "taken": result.taken,
+    }

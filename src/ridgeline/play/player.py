@@ -1,0 +1,96 @@
+"""A trained policy with all that is needed to play: which game, seen through which features, in which window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ridgeline import checkpoint
+from ridgeline.data.window import WindowSpec
+from ridgeline.errors import CheckpointError, ConfigError, RidgelineError, UnsupportedError
+from ridgeline.games import game
+from ridgeline.models import Category, ControllerPolicy, DecoderConfig, Head, PolicyConfig
+
+
+class Policy(Protocol):
+    """What chooses controllers; see `ridgeline.models.ControllerPolicy`."""
+
+    def act(
+        self,
+        batch: dict[str, Tensor],
+        at_B: Tensor,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """A controller for the state at position `at_B` of each window: int64[B, heads]."""
+
+
+@dataclass(frozen=True)
+class Player:
+    """A policy ready to play.
+
+    Attributes:
+        policy: in evaluation mode, on its device.
+        game: name of the game.
+        features: name and version of its features, as the checkpoint records them.
+        window: context, stride and delay that it was trained with.
+        device: where the policy computes.
+    """
+
+    policy: Policy
+    game: str
+    features: Mapping[str, Any]
+    window: WindowSpec
+    device: torch.device
+
+
+def load_player(path: str | Path, device: str = "cpu") -> Player:
+    """The policy of a checkpoint.
+
+    Args:
+        path: folder of a checkpoint, or of a run, whose best is taken.
+        device: where to compute: cpu, cuda or cuda:N.
+
+    Raises:
+        CheckpointError: none, corrupt, not a policy, or of features that this version does not have.
+        UnsupportedError: the device is not there.
+    """
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"there is no GPU for device {device}; use device cpu")
+    saved = checkpoint.load(checkpoint.find(path))
+    features, config = saved.meta.get("features"), saved.meta.get("config", {})
+    if not features:
+        raise CheckpointError(f"{saved.path} is not a policy that plays a game; give the checkpoint of one")
+    try:
+        game(features["game"]).eyes(features)
+        policy = ControllerPolicy(policy_config(config["model"]))
+        policy.load_state_dict(saved.group("model"))
+        window = WindowSpec(**config["window"])
+    except (KeyError, TypeError, RuntimeError, RidgelineError) as error:
+        raise CheckpointError(f"{saved.path} cannot play here: {error}") from error
+    return Player(policy.eval().to(device), features["game"], features, window, torch.device(device))
+
+
+def policy_config(values: Mapping[str, Any]) -> PolicyConfig:
+    """A PolicyConfig from its dict, as JSON holds it.
+
+    Raises:
+        ConfigError: it is the dict of something else.
+    """
+    if "heads" not in values or "decoder" not in values:
+        raise ConfigError("its config is not that of a policy; give the checkpoint of one")
+    return PolicyConfig(
+        **{
+            **values,
+            "decoder": DecoderConfig(**values["decoder"]),
+            "heads": tuple(Head(**head) for head in values["heads"]),
+            "categories": tuple(Category(**category) for category in values["categories"]),
+            "previous": tuple(values["previous"]),
+        }
+    )

@@ -1,0 +1,66 @@
+"""Parallel work: every result, or an error that says which task lost one."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from ridgeline.errors import DataError, WorkerError
+from ridgeline.games.parallel import run_parallel
+
+
+def work(task):
+    kind, value = task
+    if kind == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "raise":
+        raise ValueError("a mistake inside")
+    if kind == "refuse":
+        raise DataError("not this one")
+    for index in range(value):
+        yield kind, index, os.environ["OMP_NUM_THREADS"]
+
+
+def run(tasks, timeout=60.0, processes=2):
+    return list(run_parallel(work, tasks, processes=processes, timeout=timeout))
+
+
+def test_every_task_brings_all_its_results_in_its_order():
+    results = run([("a", 3), ("b", 0), ("c", 2)])
+    by_task = {index: [result[:2] for at, result in results if at == index] for index in range(3)}
+    assert by_task == {0: [("a", 0), ("a", 1), ("a", 2)], 1: [], 2: [("c", 0), ("c", 1)]}
+    assert {result[2] for _, result in results} == {"1"}
+    assert run([]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("die", WorkerError, r"at work on task 1 died \(exit code -9\)"),
+        ("raise", WorkerError, "at work on task 1 failed:(?s:.*)ValueError: a mistake inside"),
+        ("refuse", DataError, "not this one"),
+    ],
+)
+def test_a_lost_result_is_an_error_and_earlier_ones_are_kept(kind, error, words):
+    results = run_parallel(work, [("a", 1), (kind, 1)], processes=1, timeout=60)
+    assert next(results)[1][:2] == ("a", 0)
+    with pytest.raises(error, match=words):
+        next(results)
+
+
+def test_a_silent_process_is_ended():
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="task 0 was silent for 3 s"):
+        run([("hang", 1)], timeout=3)
+    assert time.monotonic() - start < 30
+
+
+def test_leaving_early_ends_the_processes():
+    results = run_parallel(work, [("a", 1), ("hang", 1)], processes=2, timeout=60)
+    next(results)
+    start = time.monotonic()
+    results.close()
+    assert time.monotonic() - start < 20
