@@ -204,7 +204,7 @@ def test_the_vocabulary_follows_the_data(config, change):
 def test_a_missing_gpu_is_said_before_a_folder_is_made(config, change, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.raises(UnsupportedError, match="no GPU for device cuda .*use --device cpu"):
+    with pytest.raises(UnsupportedError, match=r"no GPU for device cuda .*use --device cpu"):
         train(change(config, device="cuda"))
     with pytest.raises(UnsupportedError, match="unknown device 'cpuu'; did you mean cpu"):
         train(change(config, device="cpuu"))

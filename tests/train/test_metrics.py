@@ -1,0 +1,46 @@
+import io
+import json
+
+from rich.console import Console
+
+from ridgeline.train import metrics
+from ridgeline.train.metrics import LiveLine, MetricsFile, amount, clock, read_metrics
+
+
+def test_opening_drops_later_steps_and_a_torn_line(tmp_path):
+    lines = [json.dumps({"step": step, "loss": step / 3}) for step in (1, 2, 3)]
+    (tmp_path / metrics.FILE).write_text("\n".join(lines) + '\n{"step": 4, "los')
+    file = MetricsFile(tmp_path, 2)
+    file.write({"step": 3, "loss": 0.125})
+    file.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}, {"step": 3, "loss": 0.125}]
+
+
+def test_what_was_flushed_can_be_read_while_the_run_goes_on(tmp_path):
+    file = MetricsFile(tmp_path, 0)
+    file.write({"step": 1})
+    file.flush()
+    assert read_metrics(tmp_path) == [{"step": 1}]
+    file.close()
+
+
+def test_the_live_line_says_speed_loss_and_time_left(monkeypatch):
+    monkeypatch.setattr(metrics, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    with LiveLine(Console(file=stream, width=200), "tiny") as line:
+        line.val_loss = 2.5
+        line.update(12, 0.25, 3.0, 1_234_567.0, 90.0)
+    assert stream.getvalue().split() == "tiny step 12 25% loss 3.0000 val 2.5000 1.23 M tokens/s 1:30 left".split()
+
+
+def test_on_a_terminal_it_is_one_line():
+    stream = io.StringIO()
+    with LiveLine(Console(file=stream, width=120, force_terminal=True), "tiny") as line:
+        for step in range(5):
+            line.update(step, step / 5, 3.0, 1000.0, None)
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_numbers_for_people():
+    assert [amount(n) for n in (0.5, 999.0, 1500.0, 2.5e6, 3e9)] == ["0.5", "999", "1.5 k", "2.5 M", "3 G"]
+    assert [clock(s) for s in (5.2, 65.0, 3661.0, float("inf"))] == ["0:05", "1:05", "1:01:01", "?"]
