@@ -158,16 +158,37 @@ def optimizer_cases() -> dict[str, Case]:
     return {
         "adamw plan": Case(
             optimizer.adamw_plan_kernel,
-            pointers("fp32 gradient partials plan rate norm; i32 arrivals; i64 counters"),
-            {"M": "i32", "max_norm": "fp32"},
-            {"scale_ptr": None, "LOG_BETA_1": -0.1, "LOG_BETA_2": -0.001, "BLOCK_P": 1024, "BLOCK": plan.columns},
+            pointers(
+                "fp32 gradient partials plan rates applied ring loss weight scale; i32 arrivals growth;"
+                "i64 seed_step skipped"
+            ),
+            {
+                "M": "i32/16",
+                "rates": "i32",
+                "max_norm": "fp32",
+                "growth": "fp32",
+                "backoff": "fp32",
+                "interval": "i32",
+            },
+            {
+                "LOG_BETA_1": -0.1,
+                "LOG_BETA_2": -0.001,
+                "RING": 1024,
+                "BLOCK_P": 1024,
+                "BLOCK": plan.columns,
+                "STAGES": plan.stages,
+            },
             plan,
         ),
         "adamw update": Case(
             optimizer.adamw_update_kernel,
-            pointers("fp32 weights gradient moment_1 moment_2 decay plan; bf16 copy"),
-            {"M": "i32/16", "complement_1": "fp32", "beta_2": "fp32", "complement_2": "fp32", "eps": "fp32"},
-            {"GRANULE": 64, "CLEAR": True, "BLOCK": update.columns},
+            pointers("fp32 weights gradient moment_1 moment_2 plan; bf16 copy"),
+            {
+                "M": "i32/16",
+                "boundary": "i32/16",
+                **dict.fromkeys(("weight_decay", "complement_1", "beta_2", "complement_2", "eps"), "fp32"),
+            },
+            {"CLEAR": True, "BLOCK": update.columns},
             update,
         ),
         "dropout": Case(

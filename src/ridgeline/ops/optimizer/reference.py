@@ -1,8 +1,9 @@
-"""Clip to a global norm, then AdamW, over flat buffers: the specification.
+"""The second half of a step over flat buffers: norm, clip, AdamW, counters and loss scale. The specification.
 
-Exactly `torch.nn.utils.clip_grad_norm_(…, max_norm)` followed by `torch.optim.AdamW`, with two additions: a step whose
-norm is not finite changes nothing but the count of skipped steps, and everything that changes from step to step is
-read from tensors, so that a captured step stays right.
+On gradients that are a mean already, exactly `torch.nn.utils.clip_grad_norm_` followed by `torch.optim.AdamW`. With
+three additions: a step whose loss or norm is not finite changes no weight and no moment; the gradient may carry a loss
+scale and a sum of sample weights, which are divided out; and all that changes from step to step is read from tensors
+and written to tensors, so that a captured step stays right.
 """
 
 from __future__ import annotations
@@ -26,67 +27,101 @@ class AdamWSettings:
         beta_1: decay of the first moment.
         beta_2: decay of the second moment.
         eps: added to the root of the second moment.
-        max_norm: gradients are scaled down to this global norm; infinity for no clipping.
+        weight_decay: decoupled, of the weights before the state's boundary.
+        max_norm: the gradient is scaled down to this global norm; infinity for no clipping.
+        growth: factor of the loss scale after `interval` finite steps in a row.
+        backoff: factor of the loss scale after a step that was not finite.
+        interval: steps.
     """
 
     beta_1: float = 0.9
     beta_2: float = 0.999
     eps: float = 1e-8
+    weight_decay: float = 0.01
     max_norm: float = 1.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
 
     def __post_init__(self) -> None:
         for name in ("beta_1", "beta_2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        for name in ("eps", "max_norm"):
+        for name in ("eps", "max_norm", "growth", "backoff", "interval"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.weight_decay < 0:
+            raise ConfigError(f"weight_decay must not be negative, got {self.weight_decay}")
 
 
 class AdamWState(NamedTuple):
-    """The flat buffers (M elements each) and the counters of an optimiser, all on one device.
+    """The flat buffers (M elements) and the counters of an optimiser, all on one device.
 
     Attributes:
-        weights: fp32 master weights.
-        gradient: fp32 gradient.
-        moment_1: fp32 first moment.
-        moment_2: fp32 second moment.
-        decay: fp32[K], weight decay of each of K equal granules of the M elements (K divides M).
-        copy: bf16 or fp16 copy of the weights that the model computes with, or None.
-        learning_rate: fp32[1].
-        counters: int64[2]: updates applied so far, steps skipped so far.
-        norm: fp32[1], written by each step: the gradient's norm before clipping.
-        gradient_scale: fp32[1], what the gradient is to be multiplied by before anything else (the inverse of a loss
-            scale), or None for 1.
+        weights: fp32[M], the master weights.
+        gradient: fp32[≥ M].
+        moment_1: fp32[M]. `moment_2`: fp32[M].
+        copy: bf16 or fp16[M], the weights that the model computes with; None where those are the masters.
+        boundary: elements before the first weight without decay.
+        rates: fp32[R], the learning rate of each step; the last one holds from then on.
+        seed_step: int64[2], the run's seed and the number of steps taken, skipped ones included.
+        applied: fp32[1], updates applied (AdamW's t).
+        skipped: int64[2], steps skipped in all, and in a row until now.
+        ring: fp32[Q, 4], row `step mod Q` receives loss, norm before clipping, learning rate, 1 if skipped.
+        loss: fp32[1], the step's loss.
+        weight: fp32[1], divides gradient and loss (sum of sample weights), or None for 1.
+        loss_scale: fp32[1], divides the gradient, or None for 1.
+        growth: int32[1], finite steps since the scale last changed; None for a scale that stays.
     """
 
     weights: Tensor
     gradient: Tensor
     moment_1: Tensor
     moment_2: Tensor
-    decay: Tensor
     copy: Tensor | None
-    learning_rate: Tensor
-    counters: Tensor
-    norm: Tensor
-    gradient_scale: Tensor | None = None
+    boundary: int
+    rates: Tensor
+    seed_step: Tensor
+    applied: Tensor
+    skipped: Tensor
+    ring: Tensor
+    loss: Tensor
+    weight: Tensor | None = None
+    loss_scale: Tensor | None = None
+    growth: Tensor | None = None
 
 
 def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
-    """One step in plain torch, in place."""
-    gradient_M = state.gradient
-    if state.gradient_scale is not None:
-        gradient_M = gradient_M * state.gradient_scale
+    """One step in plain torch, in place; waits for the device."""
+    step, M = int(state.seed_step[1]), state.weights.numel()
+    rate = float(state.rates[min(step, len(state.rates) - 1)])
+    loss, divisor = state.loss.clone(), torch.ones_like(state.loss)
+    for factor in (state.weight, state.loss_scale):
+        divisor = divisor if factor is None else divisor * factor
+    if state.weight is not None:
+        loss = loss / state.weight
+    gradient_M = state.gradient[:M] / divisor
     norm = torch.linalg.vector_norm(gradient_M)
-    state.norm.copy_(norm)
-    if not torch.isfinite(norm):
-        state.counters[1] += 1
-        return
-    state.counters[0] += 1
-    gradient_M = gradient_M * (settings.max_norm / (norm + CLIP_EPS)).clamp(max=1.0)
-    step, rate = int(state.counters[0]), float(state.learning_rate)
-    decay_M = state.decay.repeat_interleave(state.weights.numel() // state.decay.numel())
-    state.weights.mul_(1 - rate * decay_M)
+    finite = bool(torch.isfinite(norm + loss))
+    state.ring[step % len(state.ring)] = torch.stack(
+        [*loss, norm, state.rates.new_tensor(rate), 1 - finite * norm.new_ones(())]
+    )
+    if finite:
+        state.applied += 1
+        _update(state, settings, gradient_M * (settings.max_norm / (norm + CLIP_EPS)).clamp(max=1.0), rate)
+    state.skipped[0] += not finite
+    state.skipped[1] = 0 if finite else state.skipped[1] + 1
+    if state.loss_scale is not None and state.growth is not None:
+        found = torch.full_like(state.loss, float(not finite))
+        torch._amp_update_scale_(
+            state.loss_scale, state.growth, found, settings.growth, settings.backoff, settings.interval
+        )
+    state.seed_step[1] += 1
+
+
+def _update(state: AdamWState, settings: AdamWSettings, gradient_M: Tensor, rate: float) -> None:
+    step = float(state.applied)
+    state.weights[: state.boundary].mul_(1 - rate * settings.weight_decay)
     state.moment_1.lerp_(gradient_M, 1 - settings.beta_1)
     state.moment_2.mul_(settings.beta_2).addcmul_(gradient_M, gradient_M, value=1 - settings.beta_2)
     correction_1, correction_2 = 1 - settings.beta_1**step, 1 - settings.beta_2**step

@@ -1,8 +1,9 @@
-"""Clip and AdamW over flat buffers in two kernels; nothing that changes between steps passes through the host.
+"""Norm, clip, AdamW and all counters of a step in two kernels; nothing that changes between steps passes the host.
 
-The first kernel sums squares, one partial a program; the program that finishes last adds the partials in a fixed
-order and writes the step's plan (clip coefficient, step size, corrections, whether to update). The second reads the
-plan and passes over the buffers once: 30 bytes a parameter with a 16-bit copy, 34 when it clears the gradient too.
+The first kernel sums squares, one partial a program; the program that arrives last adds the partials in a fixed
+order, decides whether the step counts, and writes the plan (coefficient of the gradient, rate, step size, correction)
+and every counter. The second reads the plan and passes over the buffers once. Bytes a parameter with a 16-bit copy:
+4 for the norm, 30 for the update, 4 more where it clears the gradient.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -21,19 +22,67 @@ from ridgeline.ops.optimizer.reference import CLIP_EPS, AdamWSettings, AdamWStat
 
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 PLAN = 8  # fp32 numbers of a step's plan
+MAX_PARTIALS = 1024
 _COEFFICIENT, _RATE, _STEP_SIZE, _ROOT_CORRECTION, _UPDATE = (tl.constexpr(slot) for slot in range(5))
 
 
 @triton.jit
-def adamw_plan_kernel(
-    gradient_ptr, partials_ptr, arrivals_ptr, plan_ptr, rate_ptr, counters_ptr, norm_ptr, scale_ptr, M, max_norm,
-    LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK: tl.constexpr,
+def plan_step(
+    squares, plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr, loss_ptr, weight_ptr, scale_ptr,
+    growth_ptr, rates, max_norm, growth, backoff, interval,
+    LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """Global norm of the gradient; the last program to arrive plans the step and resets the arrival count."""
+    """The scalar part of a step, given the gradient's sum of squares."""
+    step = tl.load(seed_step_ptr + 1)
+    rate = tl.load(rates_ptr + tl.minimum(step, rates - 1))
+    loss, divisor = tl.load(loss_ptr), 1.0
+    if scale_ptr is not None:
+        divisor *= tl.load(scale_ptr)
+    if weight_ptr is not None:
+        divisor *= tl.load(weight_ptr)
+        loss = tl.div_rn(loss, tl.load(weight_ptr))
+    norm = tl.div_rn(tl.sqrt_rn(squares), divisor)
+    finite = tl.abs(norm + loss) < float("inf")  # false for NaN too
+    applied = tl.load(applied_ptr) + finite.to(tl.float32)
+    tl.store(applied_ptr, applied)
+    # in fp64: 1 − β^t loses four digits in fp32 at the first steps
+    exponent = applied.to(tl.float64)
+    correction_1 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_1, tl.float64))
+    correction_2 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_2, tl.float64))
+    excess = tl.maximum(tl.div_rn(norm + _CLIP_EPS, max_norm), 1.0)
+    tl.store(plan_ptr + _COEFFICIENT, tl.div_rn(1.0, divisor * excess))
+    tl.store(plan_ptr + _RATE, rate)
+    tl.store(plan_ptr + _STEP_SIZE, (rate.to(tl.float64) / correction_1).to(tl.float32))
+    tl.store(plan_ptr + _ROOT_CORRECTION, tl.sqrt(correction_2).to(tl.float32))
+    tl.store(plan_ptr + _UPDATE, finite.to(tl.float32))
+    row_ptr = ring_ptr + (step % RING) * 4
+    tl.store(row_ptr, loss)
+    tl.store(row_ptr + 1, norm)
+    tl.store(row_ptr + 2, rate)
+    tl.store(row_ptr + 3, 1.0 - finite.to(tl.float32))
+    tl.store(skipped_ptr, tl.load(skipped_ptr) + 1 - finite.to(tl.int64))
+    tl.store(skipped_ptr + 1, (tl.load(skipped_ptr + 1) + 1) * (1 - finite.to(tl.int64)))
+    if growth_ptr is not None:  # as torch._amp_update_scale_
+        scale, calm = tl.load(scale_ptr), tl.load(growth_ptr) + 1
+        grown = tl.where(calm == interval, scale * growth, scale)
+        grown = tl.where(grown < float("inf"), grown, scale)
+        tl.store(scale_ptr, tl.where(finite, grown, scale * backoff))
+        tl.store(growth_ptr, tl.where(finite & (calm != interval), calm, 0))
+    tl.store(seed_step_ptr + 1, step + 1)
+
+
+@triton.jit
+def adamw_plan_kernel(
+    gradient_ptr, partials_ptr, arrivals_ptr, plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr,
+    loss_ptr, weight_ptr, scale_ptr, growth_ptr, M, rates, max_norm, growth, backoff, interval,
+    LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, RING: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum of squares of the gradient; the last program to arrive plans the step and resets the arrival count."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK), programs):
+    for tile in tl.range(program, tl.cdiv(M, BLOCK), programs, num_stages=STAGES):
         offset = tl.cast(tile, tl.int64) * BLOCK + lanes
         g = tl.load(gradient_ptr + offset, mask=offset < M, other=0.0)
         squares += g * g
@@ -43,34 +92,18 @@ def adamw_plan_kernel(
     if arrived == programs - 1:
         rows = tl.arange(0, BLOCK_P)
         parts = tl.load(partials_ptr + rows, mask=rows < programs, other=0.0, volatile=True)
-        norm = tl.sqrt_rn(tl.sum(parts, axis=0))
-        scale = 1.0
-        if scale_ptr is not None:
-            scale = tl.load(scale_ptr)
-        norm *= scale
-        finite = norm < float("inf")  # false for NaN too
-        step = tl.load(counters_ptr) + finite.to(tl.int64)
-        tl.store(counters_ptr, step)
-        tl.store(counters_ptr + 1, tl.load(counters_ptr + 1) + (1 - finite.to(tl.int64)))
-        tl.store(norm_ptr, norm)
-        # in fp64: 1 − β^t loses four digits in fp32 at the first steps
-        exponent = step.to(tl.float64)
-        correction_1 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_1, tl.float64))
-        correction_2 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_2, tl.float64))
-        rate = tl.load(rate_ptr)
-        tl.store(plan_ptr + _COEFFICIENT, scale * tl.minimum(tl.div_rn(max_norm, norm + _CLIP_EPS), 1.0))
-        tl.store(plan_ptr + _RATE, rate)
-        tl.store(plan_ptr + _STEP_SIZE, (rate.to(tl.float64) / correction_1).to(tl.float32))
-        tl.store(plan_ptr + _ROOT_CORRECTION, tl.sqrt(correction_2).to(tl.float32))
-        tl.store(plan_ptr + _UPDATE, finite.to(tl.float32))
+        plan_step(
+            tl.sum(parts, axis=0), plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr, loss_ptr,
+            weight_ptr, scale_ptr, growth_ptr, rates, max_norm, growth, backoff, interval,
+            LOG_BETA_1, LOG_BETA_2, RING,
+        )  # fmt: skip
         tl.store(arrivals_ptr, 0)
 
 
 @triton.jit
 def adamw_update_kernel(
-    weights_ptr, gradient_ptr, moment_1_ptr, moment_2_ptr, decay_ptr, copy_ptr, plan_ptr, M,
-    complement_1, beta_2, complement_2, eps,
-    GRANULE: tl.constexpr, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
+    weights_ptr, gradient_ptr, moment_1_ptr, moment_2_ptr, copy_ptr, plan_ptr, M, boundary,
+    weight_decay, complement_1, beta_2, complement_2, eps, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One pass: clipped gradient, moments, decayed and updated weights, their 16-bit copy; clears the gradient."""
     offset = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -80,8 +113,7 @@ def adamw_update_kernel(
         w = tl.load(weights_ptr + offset, mask=inside, other=0.0)
         m = tl.load(moment_1_ptr + offset, mask=inside, other=0.0)
         v = tl.load(moment_2_ptr + offset, mask=inside, other=0.0)
-        decay = tl.load(decay_ptr + offset // GRANULE, mask=inside, other=0.0)
-        w *= 1.0 - tl.load(plan_ptr + _RATE) * decay
+        w *= 1.0 - tl.load(plan_ptr + _RATE) * tl.where(offset < boundary, weight_decay, 0.0)
         m += (g - m) * complement_1
         v = v * beta_2 + g * g * complement_2
         denominator = tl.div_rn(tl.sqrt_rn(v), tl.load(plan_ptr + _ROOT_CORRECTION)) + eps
@@ -105,13 +137,13 @@ def update_config(M: int) -> Launch:
     return Launch(rows=1, columns=1024, warps=4)
 
 
-def _logarithm(x: float) -> float:
-    return math.log(x) if x > 0 else -math.inf
-
-
 def workspace(device: torch.device) -> Tensor:
     """The step's private fp32 memory: plan, arrival count (as int32 bits) and partials. Zero before the first step."""
-    return torch.zeros(PLAN + 8 + 1024, device=device)
+    return torch.zeros(PLAN + 8 + MAX_PARTIALS, device=device)
+
+
+def _logarithm(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
 
 
 def adamw_raw(
@@ -130,20 +162,22 @@ def adamw_raw(
         settings: what stays the same over the run.
         work: what `workspace` returned.
         clear: whether to zero the gradient on the way.
-        plan, update: launches; None for the frozen ones.
+        plan: launch of the norm kernel; None for the frozen one.
+        update: launch of the update kernel; None for the frozen one.
     """
     M = state.weights.numel()
     plan, update = plan or plan_config(M), update or update_config(M)
-    programs = min(grid_rows(M, plan.columns), plan.per_processor * processors(work.device), 1024)
+    programs = min(grid_rows(M, plan.columns), plan.per_processor * processors(work.device), MAX_PARTIALS)
     plan_P, arrivals, partials = work[:PLAN], work[PLAN : PLAN + 1].view(torch.int32), work[PLAN + 8 :]
     adamw_plan_kernel[(programs,)](
-        state.gradient, partials, arrivals, plan_P, state.learning_rate, state.counters, state.norm,
-        state.gradient_scale, M, settings.max_norm,
-        LOG_BETA_1=_logarithm(settings.beta_1), LOG_BETA_2=_logarithm(settings.beta_2),
-        BLOCK_P=1024, BLOCK=plan.columns, num_warps=plan.warps,
+        state.gradient, partials, arrivals, plan_P, state.rates, state.seed_step, state.applied, state.skipped,
+        state.ring, state.loss, state.weight, state.loss_scale, state.growth, M, state.rates.shape[0],
+        settings.max_norm, settings.growth, settings.backoff, settings.interval,
+        LOG_BETA_1=_logarithm(settings.beta_1), LOG_BETA_2=_logarithm(settings.beta_2), RING=state.ring.shape[0],
+        BLOCK_P=MAX_PARTIALS, BLOCK=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
     adamw_update_kernel[(grid_rows(M, update.columns),)](
-        state.weights, state.gradient, state.moment_1, state.moment_2, state.decay, state.copy, plan_P, M,
-        1 - settings.beta_1, settings.beta_2, 1 - settings.beta_2, settings.eps,
-        GRANULE=M // state.decay.numel(), CLEAR=clear, BLOCK=update.columns, num_warps=update.warps,
+        state.weights, state.gradient, state.moment_1, state.moment_2, state.copy, plan_P, M, state.boundary,
+        settings.weight_decay, 1 - settings.beta_1, settings.beta_2, 1 - settings.beta_2, settings.eps,
+        CLEAR=clear, BLOCK=update.columns, num_warps=update.warps,
     )  # fmt: skip
