@@ -138,15 +138,16 @@ def present(index: int = 0) -> DeviceSpec | None:
 
 
 def resolve(device: str | None) -> DeviceSpec:
-    """The card a user means: a key of the table, or the one that is here for None, "cuda" and "auto".
+    """The card a user means: a key of the table, or the one that is here for None, "auto", "cuda" and "cuda:N".
 
     A key that names the card that is here gets the driver's sizes.
 
     Raises:
         UnsupportedError: no such card in the table, or none named and none here.
     """
-    here = present()
-    if device in (None, "cuda", "auto"):
+    kind, _, index = (device or "auto").partition(":")
+    here = present(int(index) if index.isdecimal() else 0)
+    if kind in ("cuda", "auto"):
         if here is None:
             raise UnsupportedError("there is no CUDA card here; name one of the table, for instance --device h200")
         return here

@@ -146,13 +146,21 @@ def _inputs(config: ModelConfig, B: int, T: int, store: Storage, plan: StoragePl
 
 
 def _linear(
-    name: str, N: int, inputs: int, outputs: int, bias: bool, store: Storage, *, inputs_need: bool = True
+    name: str,
+    N: int,
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    store: Storage,
+    *,
+    inputs_need: bool = True,
+    chunked: bool = False,
 ) -> list[OpCost]:
     """A linear layer on its own: forward, both gradients (the input's only where something below needs it)."""
-    ops = [linear_forward(name, N, inputs, outputs, bias=bias, store=store)]
+    ops = [linear_forward(name, N, inputs, outputs, bias=bias, store=store, chunked=chunked)]
     if inputs_need:
-        ops.append(linear_input_gradient(name, N, inputs, outputs, store=store))
-    return [*ops, linear_weight_gradient(name, N, inputs, outputs, bias=bias, store=store)]
+        ops.append(linear_input_gradient(name, N, inputs, outputs, store=store, chunked=chunked))
+    return [*ops, linear_weight_gradient(name, N, inputs, outputs, bias=bias, store=store, chunked=chunked)]
 
 
 def _norms(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan) -> list[OpCost]:
@@ -270,17 +278,31 @@ def loss_form(plan: StoragePlan, classes: int) -> LossForm:
 def _heads(config: ModelConfig, N: int, store: Storage, plan: StoragePlan) -> list[OpCost]:
     if isinstance(config, LanguageConfig):
         form = loss_form(plan, config.vocabulary)
-        head = _linear("head", N, config.decoder.width, config.vocabulary, False, store)
-        return [*head, *cross_entropy("cross_entropy", N, config.vocabulary, form=form, store=store)]
+        width, classes = config.decoder.width, config.vocabulary
+        head = _linear("head", N, width, classes, False, store, chunked=form == "chunked")
+        return [*head, *cross_entropy("cross_entropy", N, classes, form=form, store=store)]
     ops: list[OpCost] = []
     for inputs, classes in head_widths(config):
-        half = inputs // 2
         ops += [
             norm_forward("heads.norm", N, inputs, kind="layernorm", bias=True, store=store),
             norm_backward("heads.norm", N, inputs, kind="layernorm", bias=True, store=store),
-            *_linear("heads.up", N, inputs, half, True, store),
-            *gelu_pass("heads.gelu", N, half, "exact", store=store),
-            *_linear("heads.down", N, half, classes, True, store),
+            *_class_head(N, inputs, inputs // 2, classes, store, plan),
             *cross_entropy("cross_entropy", N, classes, form=loss_form(plan, classes), store=store),
         ]
     return ops
+
+
+def _class_head(N: int, inputs: int, half: int, classes: int, store: Storage, plan: StoragePlan) -> list[OpCost]:
+    """Linear to half, exact GELU, linear to the classes."""
+    gelu, derivative = (gelu_flops("exact"), gelu_gradient_flops("exact")) if plan.fused else (0, 0)
+    ops = [
+        linear_forward("heads.up", N, inputs, half, bias=True, store=store, writes=1 + plan.fused, element_flops=gelu),
+        linear_input_gradient("heads.up", N, inputs, half, store=store),
+        linear_weight_gradient("heads.up", N, inputs, half, bias=True, store=store),
+        linear_forward("heads.down", N, half, classes, bias=True, store=store),
+        linear_input_gradient(
+            "heads.down", N, half, classes, store=store, reads=int(plan.fused), element_flops=derivative
+        ),
+        linear_weight_gradient("heads.down", N, half, classes, bias=True, store=store),
+    ]
+    return ops if plan.fused else [*ops, *gelu_pass("heads.gelu", N, half, "exact", store=store)]

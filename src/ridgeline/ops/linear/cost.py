@@ -6,6 +6,7 @@
     weight gradient         2NKM    dy, x             dW, db (fp32)
 
 An epilogue reads or writes further (N, M) tensors: the residual it adds, the activation it writes beside its input.
+With `chunked` the (N, M) side, y and dy, never travels: a loss over many classes is taken in chunks of rows.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def linear_forward(
     reads: int = 0,
     writes: int = 1,
     element_flops: int = 0,
+    chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
     """The product with its epilogue.
@@ -36,6 +38,7 @@ def linear_forward(
         reads: (N, M) tensors that the epilogue reads, such as the residual.
         writes: (N, M) tensors written: the result, and the pre-activation where it is kept.
         element_flops: vector FLOPs that the epilogue does for each of the N × M results.
+        chunked: y stays on chip.
         count: how often a step runs it.
     """
     return OpCost(
@@ -44,7 +47,7 @@ def linear_forward(
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * outputs * (element_flops + bias * INSTRUCTION),
         read_bytes=rows * (inputs + reads * outputs) * store.activation + outputs * (inputs + bias) * store.weight,
-        written_bytes=rows * outputs * writes * store.activation,
+        written_bytes=rows * outputs * (0 if chunked else writes) * store.activation,
         count=count,
     )
 
@@ -58,6 +61,7 @@ def linear_input_gradient(
     store: Storage,
     reads: int = 0,
     element_flops: int = 0,
+    chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
     """dx = dy W; the epilogue may read (N, K) tensors, such as the pre-activation whose derivative it applies."""
@@ -66,7 +70,8 @@ def linear_input_gradient(
         phase="backward",
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * inputs * element_flops,
-        read_bytes=rows * (outputs + reads * inputs) * store.activation + outputs * inputs * store.weight,
+        read_bytes=rows * (outputs * (not chunked) + reads * inputs) * store.activation
+        + outputs * inputs * store.weight,
         written_bytes=rows * inputs * store.activation,
         count=count,
     )
@@ -81,6 +86,7 @@ def linear_weight_gradient(
     bias: bool,
     store: Storage,
     element_flops: int = 0,
+    chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
     """dW = dyᵀ x and db = Σ dy; `element_flops` recompute each element of x from what was kept in its place."""
@@ -89,7 +95,7 @@ def linear_weight_gradient(
         phase="backward",
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * (inputs * element_flops + outputs * bias * INSTRUCTION),
-        read_bytes=rows * (outputs + inputs) * store.activation,
+        read_bytes=rows * (outputs * (not chunked) + inputs) * store.activation,
         written_bytes=outputs * (inputs + bias) * store.gradient,
         count=count,
     )

@@ -1,0 +1,129 @@
+"""What is explained: a model at a batch, a context and a precision, on a storage plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ridgeline.cost import StepCost
+from ridgeline.errors import ConfigError, UnsupportedError
+from ridgeline.hardware import DeviceSpec, Precision
+from ridgeline.hardware.spec import GIB
+from ridgeline.models import ModelConfig
+from ridgeline.models.accounting import check_context, part_of, step_cost
+from ridgeline.models.memory import Memory, memory
+from ridgeline.models.plan import PLAIN, PLANS, StoragePlan
+
+FUSED_FROM = (8, 0)  # compute capability from which the fused block runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training step to account for.
+
+    Attributes:
+        name: preset that the model comes from.
+        model: its config.
+        batch: windows in a step.
+        context: positions of a window.
+        precision: of products and activations.
+        plan: what is kept and what is fused.
+        accumulation: parts that the batch is cut into.
+    """
+
+    name: str
+    model: ModelConfig
+    batch: int
+    context: int
+    precision: Precision
+    plan: StoragePlan
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        part_of(self.batch, self.accumulation)
+        check_context(self.model, self.context)
+
+    @property
+    def tokens(self) -> int:
+        """Positions that a step learns from."""
+        return self.batch * self.context
+
+    def cost(self) -> StepCost:
+        """Every op of the step."""
+        return step_cost(
+            self.model,
+            batch=self.batch,
+            context=self.context,
+            precision=self.precision,
+            plan=self.plan,
+            accumulation=self.accumulation,
+        )
+
+    def memory(self) -> Memory:
+        """Device memory of the step."""
+        return memory(
+            self.model,
+            batch=self.batch,
+            context=self.context,
+            precision=self.precision,
+            plan=self.plan,
+            accumulation=self.accumulation,
+        )
+
+    def fits(self, spec: DeviceSpec) -> bool:
+        """Whether the step's peak is below the card's memory."""
+        return self.memory().peak <= spec.memory_bytes
+
+
+def can_fuse(spec: DeviceSpec) -> bool:
+    """Whether the card can run the fused block's kernels."""
+    return spec.capability is not None and spec.capability >= FUSED_FROM
+
+
+def check_plan(plan: StoragePlan, spec: DeviceSpec) -> StoragePlan:
+    """`plan` itself if the card can run it.
+
+    Raises:
+        UnsupportedError: it fuses, and the card cannot.
+    """
+    if plan.fused and not can_fuse(spec):
+        raise UnsupportedError(
+            f"the plan {plan.name} needs a card of compute capability {FUSED_FROM[0]}.{FUSED_FROM[1]} or newer, "
+            f"and {spec.name} is none; use the plan {PLAIN.name}"
+        )
+    return plan
+
+
+def largest_batch(case: Case, spec: DeviceSpec) -> int:
+    """The most windows that fit the card in one part; 0 if not even one does."""
+    low, high = 0, case.batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if replace(case, batch=middle, accumulation=1).fits(spec) else (low, middle - 1)
+    return low
+
+
+def check_fits(case: Case, spec: DeviceSpec) -> None:
+    """Refuse a step that the card cannot hold.
+
+    Raises:
+        ConfigError: says by how much, and what would fit.
+    """
+    peak, have = case.memory().peak, spec.memory_bytes
+    if peak <= have:
+        return
+    most = largest_batch(case, spec)
+    ways = [f"the largest batch that fits is {most}" if most else "not even one window fits"]
+    if 0 < most < case.batch:
+        parts = next(n for n in range(1, case.batch + 1) if case.batch % n == 0 and case.batch // n <= most)
+        ways.append(f"or cut it by accumulation={parts}")
+    leaner = [
+        name
+        for name, plan in PLANS.items()
+        if (can_fuse(spec) or not plan.fused) and replace(case, plan=plan).fits(spec)
+    ]
+    if leaner:
+        ways.append(f"or use the plan {leaner[0]}")
+    raise ConfigError(
+        f"batch={case.batch} needs {peak / GIB:.1f} GiB on the plan {case.plan.name}, "
+        f"{(peak - have) / GIB:.1f} GiB more than the {have / GIB:.1f} GiB of {spec.name}: {', '.join(ways)}"
+    )

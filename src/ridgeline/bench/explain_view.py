@@ -1,0 +1,132 @@
+"""`explain` as an engineer reads it: tables for a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ridgeline.bench.explain import ExplainResult
+from ridgeline.hardware.spec import GIB, TERA
+from ridgeline.models.accounting import parameters
+
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def amount(value: float, unit: str = "") -> str:
+    """Three digits and a decimal prefix: 271 G, 4.30 TB."""
+    size, prefix = next(((size, prefix) for size, prefix in _UNITS if abs(value) >= size), (1, ""))
+    digits = max(0, 2 - len(str(int(abs(value) / size))) + 1)
+    return f"{value / size:.{digits}f} {prefix}{unit}".strip()
+
+
+def micros(seconds: float) -> str:
+    """Seconds as microseconds, or as milliseconds from ten thousand of them."""
+    us = seconds * 1e6
+    return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
+
+
+def _ops(result: ExplainResult) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("op")
+    for header in ("FLOPs", "bytes", "FLOP/B"):
+        table.add_column(header, justify="right")
+    table.add_column("bound by")
+    for header in ("floor µs", "share"):
+        table.add_column(header, justify="right")
+    phase = None
+    for row in result.rows:
+        if row.phase != phase:
+            phase = row.phase
+            total = sum(r.floor.seconds for r in result.rows if r.phase == phase)
+            table.add_row(
+                Text(phase, style="bold"), "", "", "", "", micros(total), f"{total / result.floor_s:.0%}", style="bold"
+            )
+        flops = amount(row.executed_flops) if row.executed_flops else f"({amount(row.vector_flops)})"
+        table.add_row(
+            f"  {row.name}",
+            flops if row.executed_flops or row.vector_flops else "–",
+            amount(row.bytes, "B") if row.bytes else "–",
+            f"{row.intensity:.0f}",
+            row.floor.bound,
+            micros(row.floor.seconds),
+            f"{row.share:.1%}",
+        )
+    return table
+
+
+def _step(result: ExplainResult) -> list[str]:
+    cost, case, floor = result.cost, result.case, result.floor_s
+    lines = [
+        f"step   {amount(cost.flops, 'FLOP')} that the model needs ({amount(cost.dense_flops)} with attention's whole "
+        f"square, {amount(cost.executed_flops)} done here), {amount(cost.bytes, 'B')}, ≥ {cost.launches} kernels",
+        f"floor  {micros(floor)} µs one op after another: {amount(case.tokens / floor)} tokens/s, "
+        f"{amount(case.batch / floor)} windows/s; {micros(result.overlapped.seconds)} µs if all overlapped "
+        f"({result.overlapped.bound})",
+    ]
+    if result.measured is not None and result.measured_floor_s is not None and result.ceilings is not None:
+        measured = result.measured_floor_s
+        lines.append(
+            f"       {micros(measured)} µs at what this card reached ({result.measured.matrix / TERA:.0f} TFLOP/s, "
+            f"{result.measured.bandwidth / TERA:.2f} TB/s, {result.ceilings.date[:10]}): "
+            f"{amount(case.tokens / measured)} tokens/s"
+        )
+    if result.launch_s is not None:
+        lines.append(f"       {micros(result.launch_s)} µs to launch its kernels inside a CUDA graph")
+    if result.cached:
+        runs = sum(op.count for op in cost.ops)
+        lines.append(
+            f"       {result.cached} of {runs} op runs work on less than the level-2 cache and may beat their floor"
+        )
+    if result.rates.vector is None:
+        lines.append("       arithmetic outside products is not counted: the card's fp32 rate could not be verified")
+    return lines
+
+
+def _memory(result: ExplainResult) -> list[str]:
+    memory = result.memory
+    parts = (
+        f"weights {memory.weights / GIB:.2f}, optimizer {memory.optimizer / GIB:.2f}, "
+        f"activations {memory.activations / GIB:.2f}, workspace {memory.workspace / GIB:.2f}"
+    )
+    share = memory.peak / result.spec.memory_bytes
+    saved = ", ".join(f"{name} {size / GIB:.2f}" for name, size in list(memory.saved.items())[:6])
+    return [
+        f"memory {memory.peak / GIB:.2f} GiB ({share:.0%} of the card): {parts}",
+        f"       kept for the backward pass: {saved}",
+    ]
+
+
+def _changes(result: ExplainResult) -> Table:
+    table = Table(title="what would help", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("change")
+    for header in ("floor µs", "saved a window", "tokens/s", "windows/s", "parameters", "peak GiB"):
+        table.add_column(header, justify="right")
+    for change in result.changes:
+        table.add_row(
+            change.name,
+            micros(change.floor_s),
+            f"{change.saved:.1%}",
+            amount(change.tokens_per_s),
+            amount(change.windows_per_s),
+            amount(change.parameters),
+            f"{change.memory_bytes / GIB:.2f}",
+        )
+    return table
+
+
+def render(result: ExplainResult) -> RenderableType:
+    """The whole explanation for a terminal."""
+    case = result.case
+    parts = f" in {case.accumulation} parts" if case.accumulation > 1 else ""
+    heading = Text(
+        f"{case.name} ({amount(parameters(case.model))} parameters), batch {case.batch}{parts} × {case.context}, "
+        f"{case.precision}, plan {case.plan.name}, on {result.spec.name} ({result.rates.source})",
+        style="bold",
+    )
+    notes = [Text(line) for line in (*_step(result), *_memory(result))]
+    shown: list[RenderableType] = [heading, _ops(result), *notes]
+    if result.changes:
+        shown += [Text(""), _changes(result), Text("These are floors; what a change does to the model, a study tells.")]
+    return Group(*shown)
