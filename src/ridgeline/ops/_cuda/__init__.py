@@ -11,7 +11,7 @@ wheels bring or need anyway.
 """
 
 from ridgeline.ops._cuda.compiler import Cubin, Resources, build
-from ridgeline.ops._cuda.launch import Kernel, Module, load
+from ridgeline.ops._cuda.launch import Argument, Kernel, Module, load
 from ridgeline.ops._cuda.tensormap import tensor_map
 
-__all__ = ["Cubin", "Kernel", "Module", "Resources", "build", "load", "tensor_map"]
+__all__ = ["Argument", "Cubin", "Kernel", "Module", "Resources", "build", "load", "tensor_map"]

@@ -1,0 +1,228 @@
+"""The Hopper GEMM: choosing a configuration, dividing the work among blocks, launching. Kernel: gemm_sm90.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.dropout import DropoutState, quantise
+
+SOURCE = Path(__file__).parent / "gemm_sm90.cu"
+SMEM_LIMIT = 227 * 1024
+THREADS = 384
+CHUNK_K = 64
+Activation = Literal["gelu", "gelu_tanh"]
+
+Segment = tuple[int, int, int, int]  # column unit + 65536 · row of partial sums, first row tile, step, count
+
+
+class Config(NamedTuple):
+    """A configuration of the kernel.
+
+    Attributes:
+        tile_m, tile_n: a warpgroup's output tile.
+        resident: a block keeps its columns of B for a whole segment, so that only A streams.
+        cluster: 2 lets two blocks with neighbouring columns share one stream of A.
+        ordered: the warpgroups' products strictly take turns.
+        stages: ring slots; 0 takes as many as fit, up to 8.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    resident: bool = True
+    cluster: int = 1
+    ordered: bool = False
+    stages: int = 0
+
+    def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
+        """Bytes of dynamic shared memory, alignment included."""
+        b_bytes = self.tile_n * 128
+        slot = self.tile_m * 128 + (0 if self.resident else b_bytes)
+        panels = 4 * (self.tile_m // 64) * (self.tile_n // 64) if reads_c else 16
+        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 2 * 1024
+
+    def fitted(self, k_chunks: int, reads_c: bool) -> Config:
+        """The same with as many stages as fit.
+
+        Raises:
+            ValueError: fewer than 2 stages fit.
+        """
+        if self.stages:
+            return self
+        fitting = [n for n in range(2, 9) if self.smem(k_chunks, reads_c, n) <= SMEM_LIMIT]
+        if not fitting:
+            raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
+        return self._replace(stages=fitting[-1])
+
+
+class Dropout(NamedTuple):
+    """A hidden tensor's dropout: probability, site, state, and the rows (positions) a sample has."""
+
+    p: float
+    site: int
+    state: DropoutState
+    rows_per_sample: int
+
+
+def divide(row_tiles: int, columns: int, units: int) -> tuple[list[list[Segment]], int]:
+    """Divide row tiles × column units among resident units (blocks, or pairs of blocks).
+
+    A unit keeps to one column as far as possible (its part of B stays in shared memory), and units of different columns
+    walk the same rows at the same time (A is read from memory once). What does not divide evenly goes, column after
+    column, to the units left over.
+
+    Returns:
+        Each unit's segments, and the number of rows of partial sums that a column can have.
+    """
+    work: list[list[Segment]] = []
+    slots = [0] * columns
+
+    def segment(column: int, first: int, step: int, count: int) -> Segment:
+        slots[column] += 1
+        return (column + 65536 * (slots[column] - 1), first, step, count)
+
+    share = max(units // columns, 1)
+    spare = max(units - share * columns, 0)
+    quota = -(-row_tiles // share)
+    if units >= columns and spare:
+        quota = next(q for q in range(1, quota + 1) if max(row_tiles - share * q, 0) * columns <= spare * q)
+    elif units < columns:
+        quota, spare, share = 0, units, 0
+    taken = min(share * quota, row_tiles)
+    for first in range(min(share, row_tiles)):
+        count = len(range(first, taken, share))
+        work += [[segment(column, first, share, count)] for column in range(columns)] if count else []
+    rest = row_tiles - taken
+    if rest and spare:
+        total = rest * columns
+        for unit in range(spare):
+            begin, end = unit * total // spare, (unit + 1) * total // spare
+            mine = []
+            while begin < end:
+                column, row = divmod(begin, rest)
+                count = min(rest - row, end - begin)
+                mine.append(segment(column, taken + row, 1, count))
+                begin += count
+            work += [mine] if mine else []
+    return work, max(slots)
+
+
+class Plan(NamedTuple):
+    """A divided problem on a device: the schedule, segments a unit, units, rows of partial sums."""
+
+    schedule: Tensor
+    segments: int
+    units: int
+    slots: int
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(row_tiles: int, columns: int, cluster: int, device: torch.device) -> Plan:
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    work, slots = divide(row_tiles, columns, blocks // cluster)
+    longest = max(len(mine) for mine in work) + 1
+    table = [[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work]
+    return Plan(torch.tensor(table, dtype=torch.int32, device=device), longest, len(work), slots)
+
+
+def defines(
+    config: Config,
+    K: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    transposed_b: bool = False,
+    bias: bool = False,
+    activation: Activation | None = None,
+    pre: bool = False,
+    residual: bool = False,
+    dropout: bool = False,
+    derivative: bool = False,
+) -> dict[str, int]:
+    """The macros that compile the kernel for a configuration, an inner size and an epilogue (see `gemm`)."""
+    k_chunks = -(-K // CHUNK_K)
+    return {
+        "TILE_M": config.tile_m,
+        "TILE_N": config.tile_n,
+        "STAGES": config.fitted(k_chunks, residual or derivative).stages,
+        "K_CHUNKS": k_chunks,
+        "RESIDENT": int(config.resident),
+        "CLUSTER": config.cluster,
+        "ORDERED": int(config.ordered),
+        "RL_FP16": int(dtype == torch.float16),
+        "B_TRANSPOSED": int(transposed_b),
+        "EPILOGUE": 3 if derivative else 2 if residual else 1 if activation else 0,
+        "HAS_BIAS": int(bias),
+        "GELU_TANH": int(activation == "gelu_tanh"),
+        "STORE_U": int(pre),
+        "DROPOUT": int(dropout),
+    }
+
+
+def gemm(
+    a_MK: Tensor,
+    b: Tensor,
+    out_MN: Tensor,
+    config: Config,
+    *,
+    transposed_b: bool = False,
+    bias_N: Tensor | None = None,
+    activation: Activation | None = None,
+    pre_MN: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+    dropout: Dropout | None = None,
+    gelu_input_MN: Tensor | None = None,
+) -> Tensor | None:
+    """out = epilogue(A · Bᵀ), fp32 accumulators.
+
+    The epilogue is one of: acc + bias; activation(acc + bias), with acc + bias also written to `pre_MN` if given;
+    residual + dropout(acc + bias); acc · activation'(gelu_input), with column sums.
+
+    Args:
+        a_MK: bf16 or fp16.
+        b: [N, K], or [K, N] with `transposed_b`.
+        out_MN: written.
+        config: how.
+
+    Returns:
+        With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
+    """
+    M, K = a_MK.shape
+    N = out_MN.shape[1]
+    macros = defines(
+        config,
+        K,
+        a_MK.dtype,
+        transposed_b=transposed_b,
+        bias=bias_N is not None,
+        activation=activation,
+        pre=pre_MN is not None,
+        residual=residual_MN is not None,
+        dropout=dropout is not None,
+        derivative=gelu_input_MN is not None,
+    )
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiiIIfii")
+    columns = -(-N // config.tile_n)
+    plan = _plan(-(-M // config.tile_m), -(-columns // config.cluster), config.cluster, a_MK.device)
+    panel = (16, 64)
+    map_a = cuda.tensor_map(a_MK, (config.tile_m // config.cluster, CHUNK_K))
+    map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
+    map_d = cuda.tensor_map(out_MN, panel)
+    reads = residual_MN if gelu_input_MN is None else gelu_input_MN
+    map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
+    map_u = map_d if pre_MN is None else cuda.tensor_map(pre_MN, panel)
+    sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
+    threshold, scale = quantise(dropout.p) if dropout else (0, 1.0)
+    arguments: Sequence[cuda.Argument] = (
+        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums,
+        dropout.state.seed_step if dropout else None, M, N, dropout.site if dropout else 0, threshold, scale,
+        dropout.rows_per_sample if dropout else 1, dropout.state.sample_offset if dropout else 0,
+    )  # fmt: skip
+    smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
+    kernel.launch((plan.units * config.cluster,), THREADS, smem, arguments)
+    return sums
