@@ -32,9 +32,8 @@ LINEAR = Path(gemm.__file__).parent
 def test_division_covers_every_tile_once_and_evenly(row_tiles: int, columns: int, units: int) -> None:
     work, slots = divide(row_tiles, columns, units)
     assert len(work) <= units
-    tiles = [
-        (code % 65536, first + i * step) for unit in work for code, first, step, count in unit for i in range(count)
-    ]
+    segments = [segment for unit in work for segment in unit]
+    tiles = [(code % 65536, first + i * step) for code, first, step, count in segments for i in range(count)]
     assert sorted(tiles) == [(c, r) for c in range(columns) for r in range(row_tiles)]
     rows = [(code % 65536, code // 65536) for code, *_ in segments]
     assert len(set(rows)) == len(rows)
