@@ -1,12 +1,13 @@
 # make demo   train on the shipped Boxing games, then play 30 games against the built-in opponent
 # make test   every CPU test (≤ 10 minutes on two cores)
+# make goals  what the benchmark records say of benchmarks/goals.toml
 # make check  lint, format, types, import layers
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check format clean
+.PHONY: demo test check goals format clean
 
 # torch goes first and alone, so that its pinned build is taken and not replaced by a dependency's
 $(VENV)/.base: constraints.txt pyproject.toml
@@ -30,6 +31,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+goals: $(VENV)/.base
+	$(BIN)/python -m ridgeline.bench.goals benchmarks/goals.toml benchmarks/results
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

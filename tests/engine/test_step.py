@@ -41,7 +41,7 @@ def test_trains_as_a_pytorch_loop_does():
         nn.utils.clip_grad_norm_(model.parameters(), SETTINGS.clip)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.item())
         step(language_batch(i % 3))
     assert [m.loss for m in step.metrics()] == pytest.approx(losses, rel=1e-4)
     for name, tensor in step.model.state_dict().items():

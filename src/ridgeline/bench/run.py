@@ -35,6 +35,7 @@ from ridgeline.records import ContenderResult, Record
 
 ANCHORS = ("best", "compile+graph")  # in every group
 POLL_S = 0.2
+GRACE_S = 10.0  # seconds a worker has to end by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class WorkerProcess:
         return answer
 
     def _death(self) -> str:
-        self._process.wait(10)
+        self._process.wait(GRACE_S)
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f"the process ended with {self._process.returncode}: {lines[-1][:300] if lines else 'no output'}"
@@ -128,7 +129,7 @@ class WorkerProcess:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -196,7 +197,7 @@ class _Bench:
                     crowded.append(worker.name)
                 else:
                     self.results.append(self._result(worker, number))
-            return crowded if len(crowded) < len(workers) else []
+            return crowded
         finally:
             for worker in workers:
                 worker.close()
@@ -259,16 +260,19 @@ def run_bench(case: Workload, contenders: Sequence[str], device: torch.device, p
     watch = monitor(device)
     bench = _Bench(case, device, plan or Plan(), watch)
     before = watch.read() if watch else None
-    waiting, number = names, 0
-    while waiting:
-        crowded = bench.group(waiting, number)
+    anchors = [name for name in ANCHORS if name in names]
+    others = [name for name in names if name not in anchors]
+    groups, number = [[*anchors, *others]], 0  # anchors first, while there is memory
+    while groups:
+        members = groups.pop(0)
+        crowded = bench.group(members, number)
         number += 1
-        waiting = [*(name for name in ANCHORS if name in names and crowded), *crowded]
-        if crowded and len(crowded) == len(waiting):  # no anchor to share a group with: one at a time
-            for name in crowded:
-                bench.group([name], number)
-                number += 1
-            waiting = []
+        if crowded and len(crowded) < len(members) - len(anchors):
+            groups.append([*anchors, *crowded])
+        elif len(crowded) > 1:  # none but anchors fitted: one at a time
+            groups += [[*anchors, name] for name in crowded]
+        elif crowded:
+            groups.append(crowded)
     after = watch.read() if watch else None
     clocks = None
     if before and after:

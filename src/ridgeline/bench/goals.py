@@ -1,0 +1,148 @@
+"""`make goals`: what the records say of the goals in benchmarks/goals.toml."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ridgeline.bench.contenders import CONTENDERS, find_contender
+from ridgeline.errors import ConfigError, RidgelineError
+from ridgeline.records import ContenderResult, Record, WorkloadInfo, read_record
+
+SUBJECT = "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A ratio to reach on a workload.
+
+    Attributes:
+        workload, batch, context, precision: as in records.
+        ratio: tokens/s of `best` over those of the fastest PyTorch contender of the same run.
+        tokens_per_s: the aim on one H200, for orientation.
+    """
+
+    workload: str
+    batch: int
+    context: int
+    precision: str
+    ratio: float
+    tokens_per_s: float | None = None
+
+    def fits(self, info: WorkloadInfo | None) -> bool:
+        """Whether a record's workload is this goal's."""
+        return info == WorkloadInfo(
+            name=self.workload, batch=self.batch, context=self.context, precision=self.precision
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """A goal against the newest record that can decide it.
+
+    Attributes:
+        goal: the goal.
+        record: the record, or None where no record has both sides.
+        ours, pytorch: the two results that decide.
+        ratio: the smallest ratio to any PyTorch contender, taken within groups.
+        noise: by how much the spreads of the two allow the ratio to be wrong, as a share of it.
+    """
+
+    goal: Goal
+    record: Record | None = None
+    ours: ContenderResult | None = None
+    pytorch: ContenderResult | None = None
+    ratio: float | None = None
+    noise: float | None = None
+
+    @property
+    def status(self) -> str:
+        """met, missed, unclear (the spread reaches across the goal), or no record."""
+        if self.ratio is None or self.noise is None:
+            return "no record"
+        if abs(self.ratio - self.goal.ratio) < self.noise * self.ratio:
+            return "unclear"
+        return "met" if self.ratio >= self.goal.ratio else "missed"
+
+
+def read_goals(file: str | Path) -> list[Goal]:
+    """The goals in a TOML file.
+
+    Raises:
+        ConfigError: the file or an entry cannot be read.
+    """
+    try:
+        entries = tomllib.loads(Path(file).read_text(encoding="utf-8"))["goal"]
+        return [Goal(**entry) for entry in entries]
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} holds no goals that can be read: {error}") from error
+
+
+def find_records(folder: str | Path) -> list[Record]:
+    """Every benchmark record below a folder, newest first.
+
+    Raises:
+        RecordError: one of them was edited or is no record.
+    """
+    records = [read_record(file) for file in sorted(Path(folder).rglob("*.json"))]
+    return sorted((r for r in records if r.kind == "bench"), key=lambda r: r.date, reverse=True)
+
+
+def _is_pytorch(result: ContenderResult) -> bool:
+    return result.name.split(":")[0] in CONTENDERS and not find_contender(result.name).ours
+
+
+def judge(goal: Goal, records: Sequence[Record]) -> Verdict:
+    """The verdict of the newest record in which `best` and a PyTorch contender both finished."""
+    for record in records:
+        if not goal.fits(record.workload):
+            continue
+        pairs = [
+            (ours, other, ours.tokens_per_s / other.tokens_per_s)
+            for ours in record.contenders
+            for other in record.contenders
+            if ours.name == SUBJECT and _is_pytorch(other) and ours.group == other.group
+            if ours.tokens_per_s is not None and other.tokens_per_s is not None
+        ]
+        if pairs:
+            ours, other, ratio = min(pairs, key=lambda pair: pair[2])
+            noise = 0.5 * ((ours.spread or 0.0) + (other.spread or 0.0))
+            return Verdict(goal=goal, record=record, ours=ours, pytorch=other, ratio=ratio, noise=noise)
+    return Verdict(goal=goal)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """The verdicts as text, one line a goal."""
+    lines = [
+        f"{'workload':<34}{'best PyTorch':>24}{'M tok/s':>9}{'best':>9}{'ratio':>8}{'goal':>7}  {'':<10}record",
+    ]
+    for v in verdicts:
+        name = f"{v.goal.workload} B{v.goal.batch} T{v.goal.context} {v.goal.precision}"
+        middle = f"{'–':>24}{'–':>9}{'–':>9}{'–':>8}"
+        where = ""
+        if v.ours and v.pytorch and v.record and v.ours.tokens_per_s and v.pytorch.tokens_per_s:
+            theirs, ours = v.pytorch.tokens_per_s / 1e6, v.ours.tokens_per_s / 1e6
+            middle = f"{v.pytorch.name:>24}{theirs:>9.2f}{ours:>9.2f}{v.ratio:>8.2f}"
+            where = f"{v.record.date[:10]} {v.record.card} {(v.record.git or '')[:9]}"
+        lines.append(f"{name:<34}{middle}{v.goal.ratio:>7.2f}  {v.status:<10}{where}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table for a goals file and a folder of records; 2 where they cannot be read."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    file, folder = given if len(given) == 2 else ("benchmarks/goals.toml", "benchmarks/results")
+    try:
+        records = find_records(folder)
+        print(table([judge(goal, records) for goal in read_goals(file)]))
+    except RidgelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

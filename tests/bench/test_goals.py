@@ -1,0 +1,102 @@
+"""Goals: the right record, the right ratio, and no verdict that the noise does not allow."""
+
+from __future__ import annotations
+
+import pytest
+
+from ridgeline.bench.goals import Goal, judge, main, read_goals, table
+from ridgeline.errors import ConfigError
+from ridgeline.records import ContenderResult, Record, WorkloadInfo, write_record
+
+GOAL = Goal(workload="hal-20m", batch=512, context=256, precision="bf16", ratio=2.0)
+
+
+def result(name: str, speed: float | None, group: int = 0, spread: float = 0.01) -> ContenderResult:
+    return ContenderResult(name=name, group=group, tokens_per_s=speed, spread=spread, error=None if speed else "failed")
+
+
+def record(*contenders: ContenderResult, date: str = "2026-12-01T00:00:00+00:00", batch: int = 512) -> Record:
+    return Record(
+        kind="bench",
+        date=date,
+        git="0123456789abc",
+        card="card",
+        gpus=1,
+        versions={},
+        workload=WorkloadInfo(name="hal-20m", batch=batch, context=256, precision="bf16"),
+        contenders=list(contenders),
+    )
+
+
+def test_the_fastest_pytorch_contender_decides():
+    verdict = judge(GOAL, [record(result("best", 4e6), result("eager", 1e6), result("compile+graph:copies", 1.9e6))])
+    assert verdict.ratio == pytest.approx(4 / 1.9)
+    assert verdict.pytorch is not None
+    assert verdict.pytorch.name == "compile+graph:copies"
+    assert verdict.status == "met"
+
+
+def test_ratios_are_taken_within_groups():
+    contenders = [
+        result("best", 4e6, group=0),
+        result("eager", 1e6, group=0),
+        result("best", 3e6, group=1),  # the card was slower then, for both
+        result("compile", 1.8e6, group=1),
+    ]
+    verdict = judge(GOAL, [record(*contenders)])
+    assert verdict.ratio == pytest.approx(3 / 1.8)
+    assert verdict.status == "missed"
+
+
+def test_spread_across_the_goal_is_unclear():
+    assert judge(GOAL, [record(result("best", 4.1e6, spread=0.1), result("eager", 2e6))]).status == "unclear"
+
+
+def test_failed_contenders_and_other_workloads_decide_nothing():
+    assert judge(GOAL, [record(result("best", None), result("eager", 1e6))]).status == "no record"
+    assert judge(GOAL, [record(result("best", 4e6), result("eager", 1e6), batch=32)]).status == "no record"
+    assert judge(GOAL, []).status == "no record"
+
+
+def test_peers_and_rungs_are_no_pytorch_baseline():
+    assert judge(GOAL, [record(result("best", 4e6), result("m3", 3.9e6), result("eager", 1e6))]).ratio == 4
+
+
+def test_command_reads_newest_first(tmp_path, capsys):
+    goals = tmp_path / "goals.toml"
+    goals.write_text(
+        '[[goal]]\nworkload = "hal-20m"\nbatch = 512\ncontext = 256\nprecision = "bf16"\nratio = 2.0\n'
+        '[[goal]]\nworkload = "hal-5m"\nbatch = 512\ncontext = 128\nprecision = "bf16"\nratio = 2.0\n'
+    )
+    new = record(result("best", 4e6), result("eager", 1e6))
+    old = record(result("best", 1e6), result("eager", 1e6), date="2026-11-01T00:00:00+00:00")
+    write_record(new, tmp_path / "results" / "card" / "a.json")
+    write_record(old, tmp_path / "results" / "card" / "b.json")
+    assert main([str(goals), str(tmp_path / "results")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "4.00" in lines[1]
+    assert "met" in lines[1]
+    assert "no record" in lines[2]
+
+
+def test_an_edited_record_stops_the_table(tmp_path, capsys):
+    file = write_record(record(result("best", 4e6), result("eager", 1e6)), tmp_path / "a.json")
+    file.write_text(file.read_text().replace("4000000.0", "9000000.0"))
+    goals = tmp_path / "goals.toml"
+    goals.write_text("goal = []")
+    assert main([str(goals), str(tmp_path)]) == 2
+    assert "changed after it was written" in capsys.readouterr().err
+
+
+def test_the_projects_goals_can_be_read():
+    goals = read_goals("benchmarks/goals.toml")
+    assert len(goals) == 11
+    assert "hal-20m B512 T256 bf16" in table([judge(goal, []) for goal in goals])
+
+
+def test_unreadable_goals(tmp_path):
+    file = tmp_path / "goals.toml"
+    for text in ("", "[[goal]]\nspeed = 1\n", "["):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="holds no goals"):
+            read_goals(file)

@@ -1,0 +1,134 @@
+"""Records: round trip, and everything that must be refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from ridgeline.records import (
+    SCHEMA,
+    ContenderResult,
+    OpResult,
+    Record,
+    RecordError,
+    WorkloadInfo,
+    checksum,
+    from_json,
+    read_record,
+    to_json,
+    write_record,
+)
+
+
+def record(**changes) -> Record:
+    values = {
+        "kind": "bench",
+        "date": "2026-11-29T16:55:00+00:00",
+        "git": "abc",
+        "card": "card",
+        "gpus": 1,
+        "versions": {"torch": "2.11.0"},
+        "clocks": {"before": {"sm_mhz": 345}},
+        "workload": WorkloadInfo(name="hal-20m", batch=512, context=256, precision="bf16"),
+        "contenders": [
+            ContenderResult(
+                name="eager", tokens_per_s=1e6, step_ms=131.0, spread=0.01, mfu=0.3, phases_ms={"forward": 40.0}
+            ),
+            ContenderResult(name="best", group=1, error="no kernel"),
+        ],
+        "ops": [OpResult(name="norm", shape="131072×512", impl="triton", us=70.0, floor_share=0.9)],
+        "curves": [{"name": "loss", "y": [1.0, 2.0]}],
+    }
+    return Record(**{**values, **changes})
+
+
+def test_round_trip(tmp_path):
+    file = write_record(record(), tmp_path / "card" / "a.json")
+    assert read_record(file) == record()
+    assert [f.name for f in file.parent.iterdir()] == ["a.json"]
+    values = json.loads(file.read_text())
+    assert {"schema", "kind", "date", "git", "card", "gpus", "versions", "clocks", "workload", "contenders", "ops",
+            "curves"} <= values.keys()  # fmt: skip
+    assert values["contenders"][1]["tokens_per_s"] is None
+
+
+def test_an_edited_file_is_refused(tmp_path):
+    file = write_record(record(), tmp_path / "a.json")
+    values = json.loads(file.read_text())
+    values["contenders"][0]["tokens_per_s"] = 2e6
+    file.write_text(json.dumps(values))
+    with pytest.raises(RecordError, match="changed after it was written"):
+        read_record(file)
+
+
+def test_a_later_schema_is_refused(tmp_path):
+    values = to_json(record())
+    values["schema"] = SCHEMA + 1
+    values["new"] = 1
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({**values, "checksum": checksum(values)}))
+    with pytest.raises(RecordError, match="update ridgeline"):
+        read_record(file)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"checksum": "x"}', '{"kind": "bench", "checksum": ""}', "{"])
+def test_foreign_files_are_refused(tmp_path, text):
+    file = tmp_path / "a.json"
+    file.write_text(text)
+    with pytest.raises(RecordError, match=r"a\.json"):
+        read_record(file)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(RecordError, match="cannot be read"):
+        read_record(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("contenders", 0, "mfu"), 1.04, "above 1"),
+        (("contenders", 0, "tokens_per_s"), 0.0, "leave it null"),
+        (("contenders", 0, "step_ms"), -1.0, "0 or more"),
+        (("contenders", 0, "spread"), float("nan"), "finite"),
+        (("contenders", 0, "name"), 3, "must be str"),
+        (("contenders", 0, "group"), True, "must be int"),
+        (("ops", 0, "floor_share"), 1.5, "above 1"),
+        (("workload", "batch"), 0, "leave it null"),
+        (("workload", "batch"), "512", "must be int"),
+        (("kind",), "poem", "must be one of"),
+        (("date",), "yesterday", "ISO 8601"),
+        (("date",), "2026-11-29T16:55:00", "time zone"),
+        (("gpus",), -1, "0 or more"),
+        (("versions", "torch"), 2, "hold strings"),
+        (("schema",), "1", "update ridgeline"),
+    ],
+)
+def test_values_that_cannot_be(path, value, message):
+    values = copy.deepcopy(to_json(record()))
+    place = values
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(RecordError, match=message):
+        from_json(values)
+
+
+@pytest.mark.parametrize("change", ["drop", "add"])
+def test_keys_are_exactly_the_schemas(change):
+    values = to_json(record())
+    if change == "drop":
+        del values["contenders"][0]["error"]
+    else:
+        values["contenders"][0]["colour"] = "red"
+    with pytest.raises(RecordError, match=r"contenders\[0\] differs from the schema in its keys: (error|colour)"):
+        from_json(values)
+
+
+def test_a_wrong_record_is_not_written(tmp_path):
+    bad = record(contenders=[ContenderResult(name="eager", mfu=1.2)])
+    with pytest.raises(RecordError, match="above 1"):
+        write_record(bad, tmp_path / "a.json")
+    assert not list(tmp_path.iterdir())
