@@ -15,6 +15,7 @@ VERBS = {
     "train": "train a preset or a config; go on with a run",
     "sample": "continue a text with a trained language model",
     "play": "judge a trained policy by playing games",
+    "explain": "say where a step's time must go on a card, and what would help",
     "demo": "train on the shipped Boxing games, then play 30 games",
 }
 INTERRUPTED = 130  # exit code after SIGINT, as shells have it

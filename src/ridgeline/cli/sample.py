@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import Positional, arg
 
 from ridgeline.cli.output import Flag, parse
 from ridgeline.train.sample import sample
@@ -29,7 +30,7 @@ class Options:
         json: print one JSON object as the last line.
     """
 
-    checkpoint: Positional[str]
+    checkpoint: Annotated[str, Positional, arg(metavar="CHECKPOINT")]
     prompt: str = ""
     tokens: int = 500
     temperature: float = 0.8

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ridgeline.errors import ConfigError, nearest
+from ridgeline.presets.boxing import boxing
 from ridgeline.presets.hal import hal_5m, hal_20m
 from ridgeline.presets.language import fast_c256, gpt2_124m, gpt2_c256
 from ridgeline.train.config import TrainConfig
@@ -15,6 +16,7 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {
     "gpt2-124m": gpt2_124m,
     "hal-20m": hal_20m,
     "hal-5m": hal_5m,
+    "boxing": boxing,
 }
 
 
@@ -29,4 +31,4 @@ def preset(name: str) -> TrainConfig:
     return PRESETS[name]()
 
 
-__all__ = ["PRESETS", "fast_c256", "gpt2_124m", "gpt2_c256", "hal_5m", "hal_20m", "preset"]
+__all__ = ["PRESETS", "boxing", "fast_c256", "gpt2_124m", "gpt2_c256", "hal_5m", "hal_20m", "preset"]

@@ -1,0 +1,139 @@
+"""`ridgeline data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tyro.conf import Positional, arg
+
+from ridgeline.cli.output import Flag, emit, parse
+from ridgeline.data import api
+from ridgeline.errors import ConfigError
+
+SHARED = {"source", "out", "json"}
+OWN = {  # what each kind of source listens to, beside SHARED
+    "tinyshakespeare": {"file"},
+    "pystdlib": set(),
+    "boxing": {"file", "processes", "demonstrate", "first_seed", "expert", "levels"},
+    "boxing-visible": {"file", "processes"},
+}
+TEXT = {"kind"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Prepare a data set: `ridgeline data SOURCE [options]`; it is kept in ~/.cache/ridgeline or in --out.
+
+    - a file: any text; bytes, characters, or nanoGPT's .bin of uint16 tokens. The last tenth is held out.
+    - tinyshakespeare: fetched, or taken from --file, and checked.
+    - pystdlib: the source of this Python's standard library.
+    - boxing: the demonstrations that ship with the package, or those of --file, replayed in the emulator; every
+      tenth game is held out. With --demonstrate N an expert first plays N games into --file. The look-ahead expert is
+      privileged: it tries every controller on a copy of the emulator before it decides, which no policy can.
+    - boxing-visible: the same games, only what the screen shows.
+
+    With --json the last line describes the data set: name, path, kind, its sizes and its fingerprint.
+
+    Attributes:
+        source: a file or one of the names above.
+        out: folder of the data set, which must not exist; the cache without it.
+        kind: how to read a file: bytes, characters, tokens, or auto for what it looks like.
+        file: the original tinyshakespeare, or a file of Boxing demonstrations.
+        demonstrate: number of games that the expert plays into --file; one that was interrupted is gone on with.
+        first_seed: of these games; all must be below 10,000, where the seeds of evaluation begin.
+        expert: who plays them: look-ahead or scripted.
+        levels: difficulties 0 to 3 to cycle through; without them a mix, half of them at 0.
+        processes: games at a time; without it one a processor.
+        json: print one JSON object as the last line.
+    """
+
+    source: Annotated[str, Positional, arg(metavar="SOURCE")]
+    out: Path | None = None
+    kind: str = "auto"
+    file: Path | None = None
+    demonstrate: int | None = None
+    first_seed: int = 0
+    expert: str = "look-ahead"
+    levels: tuple[int, ...] = ()
+    processes: int | None = None
+    json: Flag = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Prepare a data set and describe it."""
+    options = parse(Options, arguments, "data")
+    _check(options)
+    emit(_prepare(options), as_json=options.json, title="data set")
+    return 0
+
+
+def _check(options: Options) -> None:
+    """Refuse options that the source does not listen to."""
+    known = SHARED | OWN.get(options.source, TEXT)
+    given = [field.name for field in fields(options) if field.name not in known]
+    useless = [name for name in given if getattr(options, name) != getattr(Options(source=""), name)]
+    if useless:
+        flag = useless[0].replace("_", "-")
+        raise ConfigError(f"--{flag} means nothing to the source {options.source}; leave it out")
+    if options.demonstrate is not None and options.file is None:
+        raise ConfigError("--demonstrate needs --file, the file of JSON lines (.jsonl) to play the games into")
+
+
+def _prepare(options: Options) -> dict[str, Any]:
+    match options.source:
+        case "tinyshakespeare":
+            return api.prepare_tinyshakespeare(options.out, options.file)
+        case "pystdlib":
+            return api.prepare_pystdlib(options.out)
+        case "boxing" | "boxing-visible":
+            return _boxing(options)
+        case source if not Path(source).exists():
+            return api.load_dataset(source).summary()  # which says what is near
+        case source:
+            return api.prepare_text(source, options.out, options.kind)
+
+
+def _boxing(options: Options) -> dict[str, Any]:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        if options.demonstrate is not None:
+            _demonstrate(options, _counter(progress, "demonstrating"))
+        return api.prepare_boxing(
+            options.out,
+            options.file,
+            visible=options.source == "boxing-visible",
+            processes=options.processes,
+            progress=_counter(progress, "replaying"),
+        )
+
+
+def _demonstrate(options: Options, count: Callable[[int, int], None]) -> None:
+    from ridgeline.data import boxing
+
+    assert options.file is not None
+    assert options.demonstrate is not None
+    boxing.demonstrate(
+        options.file,
+        count=options.demonstrate,
+        first_seed=options.first_seed,
+        player=options.expert,
+        levels=options.levels or None,
+        processes=options.processes,
+        progress=lambda state: count(state.done, state.total),
+    )
+
+
+def _counter(progress: Progress, what: str) -> Callable[[int, int], None]:
+    task = progress.add_task(what, total=None, visible=False)
+    return lambda done, total: progress.update(task, completed=done, total=total, visible=True)

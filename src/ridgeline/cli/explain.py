@@ -1,0 +1,59 @@
+"""`ridgeline explain`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from rich.console import Console
+from tyro.conf import Positional, arg
+
+from ridgeline.bench.explain import explain_preset
+from ridgeline.bench.explain_view import render
+from ridgeline.cli.output import Flag, parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Say where the time of a training step must go on a card: FLOPs, bytes, floors, memory, and what would help.
+
+    Attributes:
+        preset: its name.
+        device: a card, such as h200, a100 or rtx4090; without it the one that is here.
+        batch: windows in a step; without it the preset's.
+        context: positions in a window; without it the preset's.
+        precision: bf16, fp16, tf32 or fp32; without it the best of bf16, fp16 and fp32 that the card has.
+        plan: what is stored for the backward pass; without it what this package does on the card.
+        accumulation: parts into which a batch is cut; without it the preset's.
+        json: print one JSON object as the last line.
+    """
+
+    preset: Annotated[str, Positional, arg(metavar="PRESET")]
+    device: str | None = None
+    batch: int | None = None
+    context: int | None = None
+    precision: str | None = None
+    plan: str | None = None
+    accumulation: int | None = None
+    json: Flag = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Explain and print."""
+    options = parse(Options, arguments, "explain")
+    result = explain_preset(
+        options.preset,
+        device=options.device,
+        batch=options.batch,
+        context=options.context,
+        precision=options.precision,
+        plan=options.plan,
+        accumulation=options.accumulation,
+    )
+    if options.json:
+        print(json.dumps(result.to_json()))
+    else:
+        Console().print(render(result))
+    return 0
