@@ -8,7 +8,7 @@ from torch import nn
 
 from ridgeline.engine import FlatParameters, LossScale, Update
 from ridgeline.engine.update import RING
-from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.errors import CheckpointError, ConfigError, UnsupportedError
 from ridgeline.optim import OptimizerConfig, build_adamw, learning_rate, set_learning_rate
 
 CONFIG = OptimizerConfig(lr=1e-2, floor=1e-3, warmup=3, weight_decay=0.3, clip=0.7)
@@ -156,3 +156,31 @@ def test_foreign_state_is_refused():
     del state["first.0.weight"]
     with pytest.raises(CheckpointError, match=r"differs in 0\.weight"):
         update.load_state_dict(state)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_the_kernels_do_what_pytorchs_operations_do(precision):
+    scale = LossScale(start=8.0, interval=2)
+    flats = [FlatParameters(model(), compute=precision) for _ in range(2)]
+    plain, kernels = (
+        Update(flat, CONFIG, steps=8, weighted=True, scale=scale, seed=5, impl=impl)
+        for flat, impl in zip(flats, ("torch", "triton"), strict=True)
+    )
+    for step in range(8):
+        torch.manual_seed(step)
+        gradients = [torch.randn(slot.shape) for slot in flats[0].slots]
+        if step == 3:
+            gradients[0][0] = float("inf")
+        for flat, update in zip(flats, (plain, kernels), strict=True):
+            flat.gather([g * float(update.loss_scale) * 0.75 for g in gradients], accumulate=False)
+            flat.loss.fill_(float("nan") if step == 5 else 0.75 * step)
+            flat.weight.fill_(0.75)
+            update()
+    for a, b in zip(plain.state(), kernels.state(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert kernels.skipped.tolist() == [2, 0]
+
+
+def test_an_unknown_implementation_is_named():
+    with pytest.raises(UnsupportedError, match="did you mean triton"):
+        flat_and_update(impl="tritn")

@@ -7,7 +7,8 @@ and no moment: the decision is taken on the device, and counted there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.engine.flat import FlatParameters
-from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.errors import CheckpointError, ConfigError, UnsupportedError, nearest
+from ridgeline.ops._triton.support import demand
+from ridgeline.ops.optimizer import IMPLEMENTATIONS, AdamWSettings, AdamWState, available
 from ridgeline.optim import OptimizerConfig, learning_rate
 
 RING = 1024  # steps whose loss, norm and rate are kept on the device until the host reads them
@@ -58,6 +61,8 @@ class Update:
         weighted: divide gradient and loss by the weight in their buffer.
         scale: the loss scale, or None where the loss is not scaled.
         seed: seed of the run, for the dropout masks.
+        impl: "triton" for the two kernels of ops.optimizer, "torch" for PyTorch's operations (about thirty launches);
+            None for Triton where the model is on a card that runs it.
 
     Attributes:
         seed_step: int64[2], the run's seed and the number of steps taken, skipped ones included.
@@ -76,6 +81,7 @@ class Update:
         weighted: bool = False,
         scale: LossScale | None = None,
         seed: int = 0,
+        impl: str | None = None,
     ) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"a schedule needs at least one step, got {steps}")
@@ -91,6 +97,47 @@ class Update:
         rates = [learning_rate(config, step, step / steps) for step in range(steps)] if steps else [config.lr]
         self._rates = torch.tensor(rates, device=device)
         self.ring = torch.zeros(RING, 4, device=device)
+        if impl is None:
+            impl = "triton" if device.type == "cuda" and available("triton", device) is None else "torch"
+        if impl not in ("torch", "triton"):
+            raise UnsupportedError(nearest(impl, ("torch", "triton"), "implementation of the update"))
+        self._run = self._triton() if impl == "triton" else self._torch
+
+    def _triton(self) -> Callable[[], None]:
+        """The update by ops.optimizer's kernels, on this object's own state."""
+        demand("triton", IMPLEMENTATIONS, self.flat.device)
+        from ridgeline.ops.optimizer.triton import adamw_raw, workspace
+
+        flat, config, scale = self.flat, self.config, self.scale or LossScale()
+        state = AdamWState(
+            weights=flat.masters,
+            gradient=flat.grad,
+            moment_1=self.first,
+            moment_2=self.second,
+            copy=None if flat.copies is flat.masters else flat.copies,
+            boundary=flat.boundary,
+            rates=self._rates,
+            seed_step=self.seed_step,
+            applied=self.applied,
+            skipped=self.skipped,
+            ring=self.ring,
+            loss=flat.loss,
+            weight=flat.weight if self.weighted else None,
+            loss_scale=self.loss_scale if self.scale else None,
+            growth=self._growth if self.scale else None,
+        )
+        settings = AdamWSettings(
+            beta_1=config.betas[0],
+            beta_2=config.betas[1],
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            max_norm=config.clip or math.inf,
+            growth=scale.growth,
+            backoff=scale.backoff,
+            interval=scale.interval,
+        )
+        work = workspace(flat.device)
+        return lambda: adamw_raw(state, settings, work)
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step changes, weights included."""
@@ -110,7 +157,10 @@ class Update:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        """One update from the flat gradient, which is replaced by its unscaled, clipped value."""
+        """One update from the flat gradient, whose content is used up."""
+        self._run()
+
+    def _torch(self) -> None:
         flat, config = self.flat, self.config
         step = self.seed_step[1:]
         lr = self._rates.index_select(0, step.clamp(max=len(self._rates) - 1))
