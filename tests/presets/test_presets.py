@@ -67,7 +67,13 @@ def test_hal_5m_spans_the_same_frames_at_half_the_positions():
 
 def test_fast_c256_follows_the_measured_code():
     decoder = fast_c256().model.decoder
-    assert (decoder.gelu, decoder.norm_eps, decoder.groups, decoder.hidden, decoder.bias) == ("tanh", 1e-5, 1, 512, False)
+    assert (decoder.gelu, decoder.norm_eps, decoder.groups, decoder.hidden, decoder.bias) == (
+        "tanh",
+        1e-5,
+        1,
+        512,
+        False,
+    )
 
 
 def test_both_character_models_share_a_recipe():

@@ -13,7 +13,11 @@ def test_opening_drops_later_steps_and_a_torn_line(tmp_path):
     file = MetricsFile(tmp_path, 2)
     file.write({"step": 3, "loss": 0.125})
     file.close()
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1 / 3}, {"step": 2, "loss": 2 / 3}, {"step": 3, "loss": 0.125}]
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "loss": 1 / 3},
+        {"step": 2, "loss": 2 / 3},
+        {"step": 3, "loss": 0.125},
+    ]
 
 
 def test_what_was_flushed_can_be_read_while_the_run_goes_on(tmp_path):
@@ -30,7 +34,7 @@ def test_the_live_line_says_speed_loss_and_time_left(monkeypatch):
     with LiveLine(Console(file=stream, width=200), "tiny") as line:
         line.val_loss = 2.5
         line.update(12, 0.25, 3.0, 1_234_567.0, 90.0)
-    assert stream.getvalue().split() == "tiny step 12 25% loss 3.0000 val 2.5000 1.23 M tokens/s 1:30 left".split()
+    assert stream.getvalue() == "tiny  step 12   25%  loss 3.0000  val 2.5000  1.23 M tokens/s  1:30 left\n"
 
 
 def test_on_a_terminal_it_is_one_line():

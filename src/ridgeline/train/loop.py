@@ -22,7 +22,7 @@ from ridgeline.train import resume as state
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import make_step
 from ridgeline.train.guards import Interrupt
-from ridgeline.train.metrics import LiveLine, MetricsFile, make_trackers
+from ridgeline.train.metrics import LiveLine, MetricsFile, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.resume import Progress
 from ridgeline.train.settings import to_dict
@@ -126,6 +126,7 @@ class _Run:
     def __init__(self, config: TrainConfig, data: Any, console: Console) -> None:
         self.config, self.data, self.console = config, data, console
         self.device = torch.device(config.device)
+        check_trackers(config.track)
         torch.manual_seed(config.seed)
         self.model = build(config.model, seed=config.seed).to(self.device)
         self.step = make_step(self.model, config)

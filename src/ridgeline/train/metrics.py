@@ -36,14 +36,9 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Scalars in FOLDER/tensorboard.
-
-    Raises:
-        MissingExtraError: tensorboard is not installed.
-    """
+    """Scalars in FOLDER/tensorboard."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        require("tensorboard", "track")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
@@ -59,11 +54,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases, kept in FOLDER; project and mode come from wandb's own settings.
-
-    Raises:
-        MissingExtraError: wandb is not installed.
-    """
+    """A run of Weights & Biases, kept in FOLDER; project and mode come from wandb's own settings."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         wandb = require("wandb", "track")
@@ -76,6 +67,16 @@ class WandB:
     def close(self) -> None:
         """See Tracker."""
         self._run.finish()
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise for trackers that are not installed.
+
+    Raises:
+        MissingExtraError: names the extra that installs it.
+    """
+    for name in names:
+        require(name, "track")
 
 
 def make_trackers(names: tuple[str, ...], folder: Path, step: int, settings: Mapping[str, Any]) -> list[Tracker]:

@@ -59,9 +59,7 @@ def open_folder(config: TrainConfig) -> Path:
     if config.out != AUTO:
         folder = Path(config.out)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(
-                f"{folder} exists; choose another --out, or go on with the run in it by --resume {folder}"
-            )
+            raise ConfigError(f"{folder} exists; choose another --out, or go on with the run by --resume {folder}")
         _make(folder, exist_ok=True)
     else:
         number = 1
