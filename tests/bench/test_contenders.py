@@ -65,10 +65,10 @@ def test_a_step_trains(asked):
     case = small("gpt2-c256", "bf16")
     batch = random_batch(case, CPU)
     step = build_step(find_contender(asked), case, CPU)
-    before = float(build(case.model, seed=0).loss(batch))
+    before = build(case.model, seed=0).loss(batch).item()
     for _ in range(5):
         step(batch)
-    assert float(step.model.loss(batch)) < before
+    assert step.model.loss(batch).item() < before
 
 
 def test_what_cannot_run_here_says_so():
@@ -88,7 +88,7 @@ def test_workloads_are_the_presets_at_their_usual_sizes():
     long = workload("gpt2-c256", batch=4, context=2048)
     assert (long.tokens, long.model.decoder.context) == (8192, 2048)
     assert workload("gpt2-124m").reduced().tokens <= 256
-    with pytest.raises(ConfigError, match="did you mean hal-20m"):
+    with pytest.raises(ConfigError, match=r"did you mean .*hal-20m"):
         workload("hal20m")
     with pytest.raises(ConfigError, match="batch ≥ 1"):
         workload("hal-20m", batch=0)

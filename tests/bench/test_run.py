@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ridgeline.bench import run
-from ridgeline.bench.run import Plan, WorkerProcess, run_bench
+from ridgeline.bench.run import Plan, WorkerProcess, _Bench, run_bench
 from ridgeline.bench.workloads import workload
 from ridgeline.errors import ConfigError
+from ridgeline.hardware import card
 from ridgeline.records import read_record, write_record
 
 CPU = torch.device("cpu")
@@ -134,6 +135,31 @@ def test_asking_for_nothing_or_twice(names, message):
 def test_plans_that_cannot_be():
     with pytest.raises(ConfigError, match="even number of rounds"):
         Plan(rounds=3)
+
+
+@pytest.fixture
+def _h200(monkeypatch):
+    monkeypatch.setattr(run, "present", lambda index: card("h200"))
+
+
+@pytest.mark.usefixtures("_h200")
+def test_mfu_and_floor_share_of_a_known_card():
+    bench = _Bench(workload("hal-20m"), torch.device("cuda"), Plan(), None)
+    mfu, floor_share = bench._shares(0.0744)
+    # 74.4 ms under torch.compile; MFLOP a token: 113.2 of products and 7.1 of attention in the blocks, 3.1 around them
+    assert mfu == pytest.approx(131072 * 123.4e6 / 0.0744 / 989.4e12, rel=0.005)
+    assert floor_share is not None
+    assert mfu < floor_share < 1
+    assert _Bench(CASE, CPU, Plan(), None)._shares(0.1) == (None, None)
+
+
+@pytest.mark.usefixtures("_fakes", "_h200")
+def test_an_impossible_time_is_no_result(monkeypatch):
+    monkeypatch.setattr(run, "monitor", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    record = run_bench(workload("hal-20m"), ["eager"], torch.device("cuda"), Plan(rounds=2, steps=2))
+    assert record.contenders[0].tokens_per_s is None
+    assert "shorter than its floor" in (record.contenders[0].error or "")
 
 
 def test_real_processes_measure_and_fail_apart(tmp_path):

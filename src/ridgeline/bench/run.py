@@ -30,7 +30,10 @@ from ridgeline.bench.contenders import find_contender
 from ridgeline.bench.nvml import Clocks, Monitor, extremes, monitor
 from ridgeline.bench.timing import summarise
 from ridgeline.bench.workloads import Workload
+from ridgeline.cost import floor_of, step_utilisation, table_rates
 from ridgeline.errors import ConfigError
+from ridgeline.hardware import check_precision, present
+from ridgeline.models.accounting import step_cost
 from ridgeline.records import ContenderResult, Record
 
 ANCHORS = ("best", "compile+graph")  # in every group
@@ -232,10 +235,34 @@ class _Bench:
                 worker.times_ms += answer.get("times_ms", [])
                 worker.peak = answer.get("peak_memory_bytes")
 
+    def _shares(self, seconds: float) -> tuple[float | None, float | None]:
+        """MFU and share of the floor of a step; None where the card's peaks are not known.
+
+        Raises:
+            ConfigError: above 100 %, with the input that is wrong.
+        """
+        spec = present(self.device.index or 0) if self.device.type == "cuda" else None
+        if spec is None or self.case.precision not in spec.tflops:
+            return None, None
+        precision = check_precision(spec, self.case.precision)
+        cost = step_cost(self.case.model, batch=self.case.batch, context=self.case.context, precision=precision)
+        floor_s = floor_of(cost.ops, table_rates(spec, precision)).seconds
+        if floor_s > seconds:
+            raise ConfigError(
+                f"a step of {seconds * 1e3:.4g} ms is shorter than its floor of {floor_s * 1e3:.4g} ms: what it moves "
+                "stayed in the cache, or not all of the step was timed"
+            )
+        used = step_utilisation(cost, seconds, spec, precision)
+        return used.mfu, floor_s / seconds
+
     def _result(self, worker: WorkerProcess, group: int) -> ContenderResult:
         if worker.error:
             return ContenderResult(name=worker.name, group=group, error=worker.error)
         timing = summarise(worker.times_ms)
+        try:
+            mfu, floor_share = self._shares(timing.median_ms / 1e3)
+        except ConfigError as error:
+            return ContenderResult(name=worker.name, group=group, error=str(error))
         return ContenderResult(
             name=worker.name,
             group=group,
@@ -243,6 +270,8 @@ class _Bench:
             windows_per_s=self.case.batch / timing.median_ms * 1e3,
             step_ms=timing.median_ms,
             spread=timing.spread,
+            mfu=mfu,
+            floor_share=floor_share,
             peak_memory_bytes=worker.peak,
             first_step_s=worker.first_step_s,
         )

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ridgeline.errors import ConfigError, nearest
+from ridgeline.errors import ConfigError
 from ridgeline.models import LanguageConfig, ModelConfig
-from ridgeline.presets import hal, language
+from ridgeline.presets import preset
 from ridgeline.records import WorkloadInfo
-from ridgeline.train.config import TrainConfig
 
 CPU_BATCH, CPU_CONTEXT = 4, 64
 
@@ -56,13 +54,7 @@ class Workload:
         return replace(self, batch=min(self.batch, CPU_BATCH), context=min(self.context, CPU_CONTEXT), precision="fp32")
 
 
-_PRESETS: dict[str, tuple[Callable[[], TrainConfig], int]] = {  # preset and its samples a step
-    "hal-20m": (hal.hal_20m, 512),
-    "hal-5m": (hal.hal_5m, 512),
-    "gpt2-c256": (language.gpt2_c256, 32),
-    "fast-c256": (language.fast_c256, 32),
-    "gpt2-124m": (language.gpt2_124m, 64),
-}
+BATCHES = {"gpt2-124m": 64}  # where a preset's own batch is more than a card takes in one part
 
 
 def workload(name: str, *, batch: int | None = None, context: int | None = None, precision: str = "bf16") -> Workload:
@@ -71,10 +63,8 @@ def workload(name: str, *, batch: int | None = None, context: int | None = None,
     Raises:
         ConfigError: there is no such preset, or the sizes cannot be.
     """
-    if name not in _PRESETS:
-        raise ConfigError(nearest(name, _PRESETS, "workload"))
-    preset, usual_batch = _PRESETS[name]
-    config = preset()
+    config = preset(name)
+    usual_batch = BATCHES.get(name, config.batch)
     length = config.window.context if context is None else context
     decoder = replace(config.model.decoder, context=max(length, config.window.context))
     return Workload(
