@@ -88,10 +88,10 @@ def test_gelu_keeps_nan(compile_host: Callable[..., ctypes.CDLL]) -> None:
     "macros",
     [
         gemm.defines(Config(), 512, bias=True),
-        gemm.defines(Config(), 512, bias=True, activation="gelu", pre=True),
+        gemm.defines(Config(), 512, bias=True, gelu="exact", pre=True),
         gemm.defines(Config(), 512, torch.float16, bias=True, residual=True, dropout=True),
         gemm.defines(Config(), 512, transposed_b=True, derivative=True),
-        gemm.defines(Config(tile_m=64), 256, bias=True, activation="gelu_tanh", pre=True),
+        gemm.defines(Config(tile_m=64), 256, bias=True, gelu="tanh", pre=True),
     ],
     ids=["bias", "gelu", "residual-fp16", "derivative", "small-tanh"],
 )

@@ -1,1 +1,107 @@
-"""Matrix products with what surrounds them in a block: bias, GELU, dropout and residual, and their derivatives."""
+"""Matrix products with what surrounds them in a block: bias, GELU, dropout and residual, and their derivatives.
+
+linear       the public function, with gradients
+products     the same products into given buffers, for code that plans its own memory
+gemm         the Hopper kernel: configurations, division of work, launch
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.ops.linear.autograd import Linear
+from ridgeline.ops.linear.reference import GeluKind, Masks, linear_reference
+
+IMPLEMENTATIONS = ("reference", "torch", "cuda")
+
+__all__ = ["GeluKind", "Masks", "linear", "linear_reference", "unavailable"]
+
+
+def unavailable(impl: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why `impl` cannot run on tensors of this device and dtype, or None when it can."""
+    if impl not in IMPLEMENTATIONS:
+        return nearest(impl, IMPLEMENTATIONS, "implementation")
+    if impl != "cuda":
+        return None
+    if device.type != "cuda":
+        return f"the Hopper GEMM needs a CUDA device, got {device}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"the Hopper GEMM needs compute capability 9.0, got {torch.cuda.get_device_name(device)}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the Hopper GEMM takes bfloat16 or float16, got {dtype}"
+    return None
+
+
+def linear(
+    x: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None = None,
+    *,
+    gelu: GeluKind | None = None,
+    residual: Tensor | None = None,
+    masks: Masks | None = None,
+    impl: str = "reference",
+) -> Tensor:
+    """x Wᵀ + b over the last axis; or gelu(x Wᵀ + b); or residual + dropout(x Wᵀ + b). With gradients.
+
+    Args:
+        x: (…, K), any float dtype ("cuda": bf16 or fp16); `weight_MK` (M, K) and `bias_M` (M,) of the same dtype.
+        gelu: "exact" or "tanh".
+        residual: (…, M), not together with `gelu`.
+        masks: dropout; needs `residual`, and x's leading axes to be (B, T) with T of the masks.
+        impl: "reference" (plain torch), "torch" (explicit backward over cuBLAS, fp32 weight gradients),
+            "cuda" (Hopper GEMM with fused epilogues).
+
+    Returns:
+        (…, M) in x's dtype.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit together, or an epilogue that does not exist.
+        UnsupportedError: `impl` cannot run on these tensors, with the reason.
+    """
+    reason = unavailable(impl, x.device, x.dtype)
+    if reason is not None:
+        raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
+    M, K = weight_MK.shape
+    _check(x, weight_MK, bias_M, residual, gelu, masks)
+    x_NK = x.reshape(-1, K)
+    residual_NM = None if residual is None else residual.reshape(-1, M)
+    if impl == "reference":
+        out_NM = linear_reference(x_NK, weight_MK, bias_M, gelu=gelu, residual_NM=residual_NM, masks=masks)
+    else:
+        if impl == "cuda" and (K % 8 or M % 8):
+            raise UnsupportedError(
+                f"impl='cuda' cannot run: the copy engine needs widths that are multiples of 8, got K={K} and M={M}"
+            )
+        out_NM = Linear.apply(x_NK, weight_MK, bias_M, residual_NM, gelu, masks, impl)
+    return out_NM.view(*x.shape[:-1], M)
+
+
+def _check(
+    x: Tensor,
+    weight_MK: Tensor,
+    bias_M: Tensor | None,
+    residual: Tensor | None,
+    gelu: GeluKind | None,
+    masks: Masks | None,
+) -> None:
+    M, K = weight_MK.shape
+    if x.shape[-1] != K:
+        raise ValueError(f"x must have the weight's K={K} columns, got shape {tuple(x.shape)}")
+    if bias_M is not None and bias_M.shape != (M,):
+        raise ValueError(f"bias must have shape ({M},), got {tuple(bias_M.shape)}")
+    if residual is not None and residual.shape != (*x.shape[:-1], M):
+        raise ValueError(f"residual must have shape {(*x.shape[:-1], M)}, got {tuple(residual.shape)}")
+    for name, tensor in {"weight": weight_MK, "bias": bias_M, "residual": residual}.items():
+        if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            raise ValueError(f"{name} must be {x.dtype} on {x.device} as x is, got {tensor.dtype} on {tensor.device}")
+    if gelu is not None and (residual is not None or masks is not None):
+        raise ValueError("gelu does not go with a residual or dropout; apply them in another call")
+    if gelu not in (None, "exact", "tanh"):
+        raise ValueError(nearest(str(gelu), ("exact", "tanh"), "gelu"))
+    if masks is not None and residual is None:
+        raise ValueError("masks need a residual")
+    if masks is not None and (x.dim() != 3 or x.shape[1] != masks.T or M % 4):
+        raise ValueError(f"masks need x of shape (B, {masks.T}, K) and M a multiple of 4, got {tuple(x.shape)}, M={M}")

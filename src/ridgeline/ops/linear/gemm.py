@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops.dropout import DropoutState, quantise
+from ridgeline.ops.dropout import quantise
+from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "gemm_sm90.cu"
 SMEM_LIMIT = 227 * 1024
 THREADS = 384
 CHUNK_K = 64
-Activation = Literal["gelu", "gelu_tanh"]
+Epilogue = Literal["plain", "gelu", "residual", "derivative"]
 
 Segment = tuple[int, int, int, int]  # column unit + 65536 · row of partial sums, first row tile, step, count
 
@@ -59,15 +60,6 @@ class Config(NamedTuple):
         if not fitting:
             raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
         return self._replace(stages=fitting[-1])
-
-
-class Dropout(NamedTuple):
-    """A hidden tensor's dropout: probability, site, state, and the rows (positions) a sample has."""
-
-    p: float
-    site: int
-    state: DropoutState
-    rows_per_sample: int
 
 
 def divide(row_tiles: int, columns: int, units: int) -> tuple[list[list[Segment]], int]:
@@ -131,6 +123,13 @@ def _plan(row_tiles: int, columns: int, cluster: int, device: torch.device) -> P
     return Plan(torch.tensor(table, dtype=torch.int32, device=device), longest, len(work), slots)
 
 
+def choose(M: int, N: int, K: int, epilogue: Epilogue) -> Config:
+    """The configuration for a product of M × N × K."""
+    small = -(-M // 128) * -(-N // 128) < 2 * 132
+    resident = (1024 if small else 512) >= K
+    return Config(tile_m=64 if small else 128, resident=resident)
+
+
 def defines(
     config: Config,
     K: int,
@@ -138,7 +137,7 @@ def defines(
     *,
     transposed_b: bool = False,
     bias: bool = False,
-    activation: Activation | None = None,
+    gelu: GeluKind | None = None,
     pre: bool = False,
     residual: bool = False,
     dropout: bool = False,
@@ -156,9 +155,9 @@ def defines(
         "ORDERED": int(config.ordered),
         "RL_FP16": int(dtype == torch.float16),
         "B_TRANSPOSED": int(transposed_b),
-        "EPILOGUE": 3 if derivative else 2 if residual else 1 if activation else 0,
+        "EPILOGUE": 3 if derivative else 2 if residual else 1 if gelu else 0,
         "HAS_BIAS": int(bias),
-        "GELU_TANH": int(activation == "gelu_tanh"),
+        "GELU_TANH": int(gelu == "tanh"),
         "STORE_U": int(pre),
         "DROPOUT": int(dropout),
     }
@@ -172,16 +171,16 @@ def gemm(
     *,
     transposed_b: bool = False,
     bias_N: Tensor | None = None,
-    activation: Activation | None = None,
+    gelu: GeluKind | None = None,
     pre_MN: Tensor | None = None,
     residual_MN: Tensor | None = None,
-    dropout: Dropout | None = None,
+    masks: Masks | None = None,
     gelu_input_MN: Tensor | None = None,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators.
 
-    The epilogue is one of: acc + bias; activation(acc + bias), with acc + bias also written to `pre_MN` if given;
-    residual + dropout(acc + bias); acc · activation'(gelu_input), with column sums.
+    The epilogue is one of: acc + bias; gelu(acc + bias), with acc + bias also written to `pre_MN` if given;
+    residual + dropout(acc + bias); acc · gelu'(gelu_input), with column sums.
 
     Args:
         a_MK: bf16 or fp16.
@@ -200,10 +199,10 @@ def gemm(
         a_MK.dtype,
         transposed_b=transposed_b,
         bias=bias_N is not None,
-        activation=activation,
+        gelu=gelu,
         pre=pre_MN is not None,
         residual=residual_MN is not None,
-        dropout=dropout is not None,
+        dropout=masks is not None,
         derivative=gelu_input_MN is not None,
     )
     kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiiIIfii")
@@ -217,11 +216,11 @@ def gemm(
     map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
     map_u = map_d if pre_MN is None else cuda.tensor_map(pre_MN, panel)
     sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
-    threshold, scale = quantise(dropout.p) if dropout else (0, 1.0)
+    threshold, scale = quantise(masks.p) if masks else (0, 1.0)
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums,
-        dropout.state.seed_step if dropout else None, M, N, dropout.site if dropout else 0, threshold, scale,
-        dropout.rows_per_sample if dropout else 1, dropout.state.sample_offset if dropout else 0,
+        masks.state.seed_step if masks else None, M, N, masks.site if masks else 0, threshold, scale,
+        masks.T if masks else 1, masks.state.sample_offset if masks else 0,
     )  # fmt: skip
     smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
     kernel.launch((plan.units * config.cluster,), THREADS, smem, arguments)

@@ -1,0 +1,59 @@
+"""The linear layer as an autograd function, whatever computes its products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.linear.products import TORCH_NAME, forward_raw, input_gradient_raw, weight_gradient_raw
+from ridgeline.ops.linear.reference import GeluKind, Masks, masked
+
+
+class Linear(torch.autograd.Function):
+    """(x, W, b, residual) → y; keeps x, W and, under a GELU, its input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_NK: Tensor,
+        weight_MK: Tensor,
+        bias_M: Tensor | None,
+        residual_NM: Tensor | None,
+        gelu: GeluKind | None,
+        masks: Masks | None,
+        impl: str,
+    ) -> Tensor:
+        """y of `linear_reference`, by `impl`."""
+        out_NM = x_NK.new_empty(x_NK.shape[0], weight_MK.shape[0])
+        pre_NM = torch.empty_like(out_NM) if gelu is not None else None
+        forward_raw(
+            x_NK, weight_MK, out_NM,
+            bias_M=bias_M, gelu=gelu, pre_NM=pre_NM, residual_NM=residual_NM, masks=masks, impl=impl,
+        )  # fmt: skip
+        ctx.save_for_backward(x_NK, weight_MK, pre_NM)
+        ctx.gelu, ctx.masks, ctx.impl = gelu, masks, impl
+        return out_NM
+
+    @staticmethod
+    def backward(ctx: Any, dout_NM: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Gradients of x, W, b and residual, each in its tensor's dtype."""
+        x_NK, weight_MK, pre_NM = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
+        dy_NM = dout_NM.contiguous()
+        if ctx.masks is not None:
+            dy_NM = masked(dy_NM, ctx.masks)
+        if pre_NM is not None:
+            dy_NM = torch.ops.aten.gelu_backward(dy_NM, pre_NM, approximate=TORCH_NAME[ctx.gelu])
+        dx_NK = dweight_MK = dbias_M = None
+        if needs_x:
+            dx_NK = torch.empty_like(x_NK)
+            input_gradient_raw(dy_NM, weight_MK, dx_NK, impl=ctx.impl)
+        if needs_weight:
+            wide_MK = torch.empty_like(weight_MK, dtype=torch.float32)
+            weight_gradient_raw(dy_NM, x_NK, wide_MK, accumulate=False)
+            dweight_MK = wide_MK.to(weight_MK.dtype)
+        if needs_bias:
+            dbias_M = dy_NM.sum(0, dtype=torch.float32).to(dy_NM.dtype)
+        return dx_NK, dweight_MK, dbias_M, dout_NM if needs_residual else None, None, None, None

@@ -1,0 +1,91 @@
+"""The products of a linear layer, forward and backward, into given buffers.
+
+impl="torch"  cuBLAS through torch (any device), pointwise work by torch
+impl="cuda"   the Hopper GEMM with its epilogues, where `gemm.choose` knows a configuration that wins
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.linear import gemm
+from ridgeline.ops.linear.reference import GeluKind, Masks, masked
+
+TORCH_NAME = {"exact": "none", "tanh": "tanh"}
+
+
+def forward_raw(
+    x_NK: Tensor,
+    weight_MK: Tensor,
+    out_NM: Tensor,
+    *,
+    bias_M: Tensor | None = None,
+    gelu: GeluKind | None = None,
+    pre_NM: Tensor | None = None,
+    residual_NM: Tensor | None = None,
+    masks: Masks | None = None,
+    impl: str = "torch",
+) -> None:
+    """out = x Wᵀ + b; with `gelu` its GELU, and x Wᵀ + b also in `pre_NM` if given; or residual + dropout(x Wᵀ + b)."""
+    if impl == "cuda":
+        config = gemm.choose(x_NK.shape[0], out_NM.shape[1], x_NK.shape[1], _epilogue(gelu, residual_NM))
+        gemm.gemm(
+            x_NK, weight_MK, out_NM, config,
+            bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks,
+        )  # fmt: skip
+        return
+    linear_NM = out_NM if pre_NM is None else pre_NM
+    if bias_M is None:
+        torch.mm(x_NK, weight_MK.t(), out=linear_NM)
+    else:
+        torch.addmm(bias_M, x_NK, weight_MK.t(), out=linear_NM)
+    if gelu is not None:
+        torch.ops.aten.gelu.out(linear_NM, approximate=TORCH_NAME[gelu], out=out_NM)
+    if masks is not None:
+        out_NM.copy_(masked(out_NM, masks))
+    if residual_NM is not None:
+        out_NM.add_(residual_NM)
+
+
+def input_gradient_raw(
+    dy_NM: Tensor,
+    weight_MK: Tensor,
+    dx_NK: Tensor,
+    *,
+    pre_NK: Tensor | None = None,
+    gelu: GeluKind = "exact",
+    impl: str = "torch",
+) -> Tensor | None:
+    """dx = dy W; where x was gelu(pre), with `pre_NK` the gradient of pre instead: dx · gelu'(pre).
+
+    Returns:
+        With `pre_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the bias in pre).
+    """
+    if impl == "cuda":
+        N, K = dx_NK.shape
+        config = gemm.choose(N, K, dy_NM.shape[1], "derivative" if pre_NK is not None else "plain")
+        return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, gelu_input_MN=pre_NK, gelu=gelu)
+    torch.mm(dy_NM, weight_MK, out=dx_NK)
+    if pre_NK is None:
+        return None
+    torch.ops.aten.gelu_backward.grad_input(dx_NK, pre_NK, approximate=TORCH_NAME[gelu], grad_input=dx_NK)
+    return dx_NK.sum(0, keepdim=True, dtype=torch.float32)
+
+
+def weight_gradient_raw(dy_NM: Tensor, x_NK: Tensor, dweight_MK: Tensor, *, accumulate: bool = True) -> None:
+    """dW (+)= dyᵀ x into an fp32 buffer, fp32 accumulators; cuBLAS, which splits the rows among blocks itself.
+
+    Deterministic as cuBLAS is: the same shapes on the same card give the same bits.
+    """
+    if dy_NM.dtype == torch.float32 or dy_NM.device.type != "cuda":
+        product_MK = dy_NM.t().float() @ x_NK.float()
+        dweight_MK.add_(product_MK) if accumulate else dweight_MK.copy_(product_MK)
+    elif accumulate:
+        torch.addmm(dweight_MK, dy_NM.t(), x_NK, out_dtype=torch.float32, out=dweight_MK)
+    else:
+        torch.mm(dy_NM.t(), x_NK, out_dtype=torch.float32, out=dweight_MK)
+
+
+def _epilogue(gelu: GeluKind | None, residual_NM: Tensor | None) -> gemm.Epilogue:
+    return "gelu" if gelu is not None else "residual" if residual_NM is not None else "plain"
