@@ -1,9 +1,14 @@
 import io
 import json
 
+import pytest
 from rich.console import Console
 
+from ridgeline.errors import ConfigError
+from ridgeline.hardware import card
+from ridgeline.presets import preset
 from ridgeline.train import metrics
+from ridgeline.train.meter import mfu_meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, amount, clock, read_metrics
 
 
@@ -35,6 +40,19 @@ def test_the_live_line_says_speed_loss_and_time_left(monkeypatch):
         line.val_loss = 2.5
         line.update(12, 0.25, 3.0, 1_234_567.0, 90.0)
     assert stream.getvalue() == "tiny  step 12   25%  loss 3.0000  val 2.5000  1.23 M tokens/s  1:30 left\n"
+
+
+def test_mfu_counts_what_the_model_needs_on_the_card(config, change):
+    assert mfu_meter(change(config, precision="fp32")) is None  # a CPU has no peak in the table
+    fast = change(preset("gpt2-c256"), device="cpu", precision="bf16")
+    meter = mfu_meter(fast, card("h200"))
+    # 6 FLOPs a weight of the matrices and the head, and causal attention's six products at half the square
+    matrices = 6 * (4 * 256 * 256 + 2 * 256 * 1024) + 256 * 65
+    attention = 6 * 6 * 2 * 256 * 257 / 2
+    expected = 1e6 * (6 * matrices + attention) / card("h200").peak("bf16")
+    assert meter(1e6) == pytest.approx(expected, rel=0.01)
+    with pytest.raises(ConfigError, match="cannot be"):
+        meter(1e9)
 
 
 def test_on_a_terminal_it_is_one_line():

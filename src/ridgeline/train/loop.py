@@ -22,6 +22,7 @@ from ridgeline.train import resume as state
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import make_step
 from ridgeline.train.guards import Interrupt
+from ridgeline.train.meter import mfu_meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.resume import Progress
@@ -163,7 +164,7 @@ class _Run:
         self.trackers = make_trackers(config.track, folder, done, to_dict(config))
         self.file = MetricsFile(folder, done)
         try:
-            with Interrupt() as interrupt, LiveLine(self.console, config.preset) as self.line:
+            with Interrupt() as interrupt, self._live_line() as self.line:
                 if fresh:
                     self._save()
                 while not self.complete and not interrupt.asked:
@@ -176,6 +177,9 @@ class _Run:
                 tracker.close()
         spent = self.progress.seconds - seconds
         return TrainResult(config, folder, self.progress, spent, self.progress.tokens - tokens, interrupted)
+
+    def _live_line(self) -> LiveLine:
+        return LiveLine(self.console, self.config.preset, mfu_meter(self.config))
 
     def _advance(self) -> None:
         """One step, and what falls due after it."""

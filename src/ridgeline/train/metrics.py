@@ -124,10 +124,11 @@ class LiveLine:
     Args:
         console: where it goes.
         name: of the run.
+        mfu: from tokens/s to the card's utilisation; None where it is not known.
     """
 
-    def __init__(self, console: Console, name: str) -> None:
-        self._console, self._name = console, name
+    def __init__(self, console: Console, name: str, mfu: Callable[[float], float] | None = None) -> None:
+        self._console, self._name, self._mfu = console, name, mfu
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._loss: float | None = None
         self._printed = time.monotonic()
@@ -158,6 +159,8 @@ class LiveLine:
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.4f}")
         parts.append(f"{amount(rate)} tokens/s")
+        if self._mfu is not None:
+            parts.append(f"MFU {self._mfu(rate):.1%}")
         if remaining is not None:
             parts.append(f"{clock(remaining)} left")
         self._show("  ".join(parts))
