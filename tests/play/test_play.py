@@ -1,0 +1,266 @@
+"""Playing: windows as in training, games that repeat, results that are all there."""
+
+import dataclasses
+import functools
+import importlib
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from ridgeline import checkpoint
+from ridgeline.data.window import WindowSpec
+from ridgeline.errors import CheckpointError, ConfigError, MissingExtraError, WorkerError
+from ridgeline.games.boxing.adapter import GAME
+from ridgeline.games.boxing.game import Boxing
+from ridgeline.games.boxing.policy import policy_config
+from ridgeline.games.env import FIRST_EVALUATION_SEED
+from ridgeline.models import ControllerPolicy, DecoderConfig
+from ridgeline.play import Evaluation, GameResult, Player, evaluate, load_player, play_games
+from ridgeline.play.rollout import Window
+
+judge = importlib.import_module("ridgeline.play.evaluate")  # the package has a function of that name
+
+
+class Standin:
+    """A policy that chases the opponent and notes what it was shown."""
+
+    def __init__(self, fail_after=None):
+        self.seen, self.fail_after = [], fail_after
+
+    def act(self, batch, at_B, *, temperature=1.0, generator=None):
+        self.seen.append({name: tensor.clone() for name, tensor in batch.items()} | {"at": at_B.clone()})
+        if self.fail_after is not None and len(self.seen) > self.fail_after:
+            os._exit(3)
+        newest = batch["numbers"][torch.arange(len(at_B)), at_B]
+        right, down = newest[:, 8] * 64, newest[:, 9] * 64
+        stick = torch.where(right.abs() > 26, torch.where(right > 0, 2, 3), torch.where(down > 0, 4, 1))
+        noise = torch.rand(len(at_B), generator=generator) < 0.1 * temperature
+        fire = 1 - batch["previous"][torch.arange(len(at_B)), at_B, 1]
+        return torch.stack([torch.where(noise, torch.zeros_like(stick), stick), fire], dim=-1)
+
+
+def player(policy=None, window=None):
+    spec = window or WindowSpec(context=8)
+    return Player(policy or Standin(), "boxing", GAME.features(), spec, torch.device("cpu"))
+
+
+def dying_player():
+    return player(Standin(fail_after=100))
+
+
+class Endless(Boxing):
+    """A round that lasts longer than a round can."""
+
+    cap = 20
+
+
+class Short(Boxing):
+    """A round that ends after some steps."""
+
+    length = 60
+
+    def reset(self, seed):
+        self.steps = 0
+        return super().reset(seed)
+
+    def step(self, controller):
+        self.steps += 1
+        return super().step(controller)
+
+    @property
+    def done(self):
+        return self.steps >= self.length
+
+
+def player_of(kind):
+    """A player whose process plays another kind of round."""
+    GAME.environment = kind
+    return player()
+
+
+def shorten(monkeypatch, steps):
+    monkeypatch.setattr(Short, "length", steps)
+    GAME.environment = Short
+
+
+@pytest.fixture(autouse=True)
+def usual_rounds():
+    yield
+    GAME.__dict__.pop("environment", None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    config = policy_config(DecoderConfig(layers=1, width=32, heads=2, context=8))
+    policy = ControllerPolicy(config, seed=0)
+    meta = {
+        "config": {"model": dataclasses.asdict(config), "window": dataclasses.asdict(WindowSpec(context=8))},
+        "features": GAME.features(),
+    }
+    path = tmp_path_factory.mktemp("run") / "best"
+    checkpoint.save(path, checkpoint.join(model=policy.state_dict()), meta)
+    return path, policy, meta
+
+
+def rows_of(seed, controllers, level=0):
+    """Features and executed controllers of a game, as training has them."""
+    boxing, eyes = Boxing(level), GAME.eyes(GAME.features())
+    numbers = [eyes(boxing.reset(seed))[1]]
+    numbers += [eyes(boxing.step(tuple(controller)))[1] for controller in controllers]
+    return np.stack(numbers), np.array([(0, 0), *controllers])
+
+
+@pytest.mark.parametrize(("stride", "delay"), [(1, 0), (2, 0), (1, 3), (2, 3)])
+def test_windows_at_play_are_those_of_training(monkeypatch, stride, delay):
+    shorten(monkeypatch, 24)
+    standin, spec = Standin(), WindowSpec(context=5, stride=stride, delay=delay)
+    results = list(play_games(player(standin, spec), [4], level=0, temperature=0))
+    assert results[0].steps == 24
+    chosen = []
+    for seen in standin.seen:
+        chosen += [tuple(Standin().act(seen, seen["at"], temperature=0)[0].tolist())] * stride
+    executed = [(0, 0)] * delay + chosen
+    numbers, previous = rows_of(4, executed[:24])
+    for call, seen in enumerate(standin.seen):
+        newest = call * stride
+        first = max(0, call - spec.context + 1) * stride
+        assert seen["at"].tolist() == [min(call, spec.context - 1)]
+        assert (seen["numbers"][0].numpy() == numbers[first : newest + 1 : stride]).all()
+        assert (seen["previous"][0].numpy() == previous[first : newest + 1 : stride]).all()
+
+
+def test_a_window_is_filled_from_the_left_and_then_rolls():
+    window = Window(3, (np.zeros(1, np.uint16), np.zeros(2, np.float32)), heads=1)
+    for step in range(5):
+        assert len(window) == min(step, 3)
+        window.append((np.full(1, step, np.uint16), np.full(2, step, np.float32)), (step,))
+    for array in window.rows.values():
+        assert array[:, 0].tolist() == [2, 3, 4]
+
+
+def test_the_cut_window_gives_what_the_whole_one_gives(trained):
+    _, policy, _ = trained
+    whole = {
+        "numbers": torch.randn(3, 8, policy.config.numbers, generator=torch.manual_seed(0)),
+        "previous": torch.zeros(3, 8, 2, dtype=torch.int64),
+    }
+    cut = {name: tensor[:, :4] for name, tensor in whole.items()}
+    for head, logits in policy(cut).items():
+        torch.testing.assert_close(logits[:, 3], policy(whole)[head][:, 3])
+
+
+def test_games_in_lock_step_have_their_own_seeds_and_lengths(monkeypatch):
+    shorten(monkeypatch, 120)
+    together = list(play_games(player(), [1, 2, 3], level=0, temperature=0))
+    alone = [next(play_games(player(), [seed], level=0, temperature=0)) for seed in (1, 2, 3)]
+    assert together == alone
+    assert len({(result.dealt, result.taken) for result in together}) > 1
+
+
+def test_a_seed_repeats_the_samples(monkeypatch):
+    shorten(monkeypatch, 60)
+    one, two, three = (list(play_games(player(), [seed, 50], level=0)) for seed in (9, 9, 10))
+    assert one == two
+    assert one[1] != three[1]
+
+
+def test_the_number_of_processes_does_not_matter(monkeypatch):
+    monkeypatch.setattr(judge, "GAMES_A_CALL", 2)
+    short = functools.partial(player_of, Short)
+    one, two = (evaluate(short, 5, processes=count, first_seed=5_000) for count in (1, 2))
+    assert one == two
+    assert [game.seed for game in one.results] == list(range(5_000, 5_005))
+
+
+def test_whole_games_are_counted():
+    seen = []
+    result = evaluate(player, 2, on_game=seen.append)
+    assert sorted(seen, key=lambda game: game.seed) == list(result.results)
+    assert [game.seed for game in result.results] == [FIRST_EVALUATION_SEED, FIRST_EVALUATION_SEED + 1]
+    for one in result.results:
+        assert one.steps > 100
+        assert (one.knockout == 1) == (one.dealt == 100)
+        assert (one.knockout == -1) == (one.taken == 100)
+    assert set(result.summary()) == {
+        *("games", "wins", "ties", "ko", "ko_against", "margin", "dealt", "taken", "intervals", "level")
+    }
+
+
+def test_the_summary_counts_right():
+    scores = [(100, 3, 1), (50, 50, 0), (20, 100, -1), (60, 40, 0)]
+    results = [
+        GameResult(seed=i, level=2, dealt=dealt, taken=taken, knockout=knockout, steps=9)
+        for i, (dealt, taken, knockout) in enumerate(scores)
+    ]
+    summary = Evaluation(level=2, results=tuple(results)).summary()
+    assert [summary[name] for name in ("games", "wins", "ties", "ko", "ko_against", "level")] == [4, 2, 1, 1, 1, 2]
+    assert summary["margin"] == pytest.approx((97 + 0 - 80 + 20) / 4)
+    assert (summary["dealt"], summary["taken"]) == (57.5, 48.25)
+    for name, (low, high) in summary["intervals"].items():
+        assert low < summary[name] < high
+
+
+def test_a_loaded_player_is_the_saved_policy(trained):
+    path, policy, _ = trained
+    loaded = load_player(path)
+    assert (loaded.game, loaded.window) == ("boxing", WindowSpec(context=8))
+    for name, tensor in loaded.policy.state_dict().items():
+        assert (tensor == policy.state_dict()[name]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"features": {"game": "boxing", "version": 99, "visible": False}}, "not those of this version"),
+        ({"features": {"game": "melee"}}, "unknown game 'melee'"),
+        ({"features": None}, "not a policy that plays a game"),
+        ({"config": {"model": {"vocabulary": 65}}}, "cannot play here"),
+        ({"config": {}}, "cannot play here"),
+    ],
+)
+def test_a_checkpoint_of_something_else_is_refused(trained, tmp_path, change, words):
+    _, policy, meta = trained
+    checkpoint.save(tmp_path / "other", checkpoint.join(model=policy.state_dict()), meta | change)
+    with pytest.raises(CheckpointError, match=words):
+        evaluate(tmp_path / "other", 2)
+
+
+def test_weights_of_another_shape_are_refused(trained, tmp_path):
+    _, policy, meta = trained
+    weights = policy.state_dict()
+    weights["input.weight"] = torch.zeros(2, 2)
+    checkpoint.save(tmp_path / "other", checkpoint.join(model=weights), meta)
+    with pytest.raises(CheckpointError, match="cannot play here"):
+        load_player(tmp_path / "other")
+
+
+def test_requests_that_cannot_be(trained, monkeypatch):
+    path, _, _ = trained
+    for options, words in (
+        ({"games": 0}, "games must be at least 1"),
+        ({"processes": 0}, "processes must be at least 1"),
+        ({"level": 7}, "has the levels 0, 1, 2, 3, got 7"),
+        ({"temperature": -1.0}, "temperature must be 0 or more"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            evaluate(path, **options)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        evaluate(path / "nowhere")
+
+
+def test_a_dead_process_is_an_error():
+    with pytest.raises(WorkerError, match=r"the games of seeds 10000 to 10001 died \(exit code 3\)"):
+        evaluate(dying_player, 2)
+
+
+def test_a_game_that_does_not_end_is_an_error():
+    with pytest.raises(WorkerError, match="did not end within 20 steps"):
+        evaluate(functools.partial(player_of, Endless), 1)
+
+
+def test_without_the_emulator_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ale_py", None)
+    with pytest.raises(MissingExtraError, match=r"ridgeline\[games\]"):
+        next(play_games(player(), [1], level=0))
