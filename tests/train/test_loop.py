@@ -1,9 +1,11 @@
+import io
 import json
 import math
 import signal
 
 import pytest
 import torch
+from rich.console import Console
 
 from ridgeline import checkpoint
 from ridgeline.errors import CheckpointError, ConfigError, DataError, UnsupportedError
@@ -173,6 +175,18 @@ def test_resume_refuses_another_config_and_takes_another_length(config, change):
     with pytest.raises(ConfigError, match="complete at step 12"):
         resume("run")
     assert resume("run", change(config, steps=15)).progress.step == 15
+
+
+def test_another_number_of_threads_is_told(config):
+    _stopped_at(config, "half", 8)
+    said = io.StringIO()
+    torch.set_num_threads(2)
+    try:
+        resume("half", console=Console(file=said, width=200))
+    finally:
+        torch.set_num_threads(1)
+    assert "saved with 1 threads, going on with 2" in said.getvalue()
+    assert "tiny: " in said.getvalue()
 
 
 def test_resume_refuses_changed_data(config, text):

@@ -23,7 +23,7 @@ from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import make_step
 from ridgeline.train.guards import Interrupt
 from ridgeline.train.meter import mfu_meter
-from ridgeline.train.metrics import LiveLine, MetricsFile, check_trackers, make_trackers
+from ridgeline.train.metrics import LiveLine, MetricsFile, amount, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.resume import Progress
 from ridgeline.train.settings import to_dict
@@ -140,6 +140,10 @@ class _Run:
     def restore(self, saved: Checkpoint) -> None:
         """Take up the state of a checkpoint."""
         self.progress = state.restore(saved, self.config, self.model, self.step, self.batches)
+        before, now = saved.meta["threads"], torch.get_num_threads()
+        if self.device.type == "cpu" and before != now:
+            self.console.print(f"saved with {before} threads, going on with {now}: last bits may differ; ", end="")
+            self.console.print(f"OMP_NUM_THREADS={before} repeats them")
         self._read, self._read_tokens = self.progress.step, self.progress.tokens
         self._read_seconds = self.progress.seconds
 
@@ -163,6 +167,7 @@ class _Run:
         done, seconds, tokens = self.progress.step, self.progress.seconds, self.progress.tokens
         self.trackers = make_trackers(config.track, folder, done, to_dict(config))
         self.file = MetricsFile(folder, done)
+        self._introduce()
         try:
             with Interrupt() as interrupt, self._live_line() as self.line:
                 if fresh:
@@ -177,6 +182,18 @@ class _Run:
                 tracker.close()
         spent = self.progress.seconds - seconds
         return TrainResult(config, folder, self.progress, spent, self.progress.tokens - tokens, interrupted)
+
+    def _introduce(self) -> None:
+        config, name = self.config, str(self.device)
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+        elif (threads := torch.get_num_threads()) > 1:
+            name = f"{name} ({threads} threads)"
+        size = amount(sum(parameter.numel() for parameter in self.model.parameters()))
+        self.console.print(
+            f"{config.preset}: {size} parameters on {name}, {config.precision}, {config.engine}, in {self.folder}",
+            highlight=False,
+        )
 
     def _live_line(self) -> LiveLine:
         return LiveLine(self.console, self.config.preset, mfu_meter(self.config))

@@ -102,6 +102,7 @@ def save(
         **describe(data),
         "data": batches.state_dict(),
         **vars(progress),
+        "threads": torch.get_num_threads(),
     }
     return checkpoint.save(folder, tensors, meta)
 
