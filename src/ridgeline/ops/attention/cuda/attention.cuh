@@ -1,0 +1,217 @@
+// What the forward and the backward kernel of short-window attention share: tiles, the skew, masks, dropout.
+//
+// A tile is 64 rows (positions, or rows of the position table) of one head, D columns. A square is 64 queries × 64 keys.
+// Row blocks of 64 queries are numbered i, of 64 keys j; window w of the table holds the distances 64 w … 64 w + 63,
+// largest first. A warp of a warpgroup holds 16 rows of a 64-row accumulator: lane l the rows l / 4 and l / 4 + 8,
+// columns 2 (l % 4) and the next one of every tile of 8 columns.
+//
+// The skew: with r and c a query's and a key's place in their blocks and i - j = w, the relative score of (r, c) is
+// column c - r + 63 of [Q·window wᵀ | Q·window w-1ᵀ]. Rows r and r + 8 are one 8-column tile apart and otherwise shifted
+// alike, by 7 - r % 8: they travel together, packed into one register, through one shuffle.
+#pragma once
+#include "ridgeline/dropout.cuh"
+#include "ridgeline/hopper.cuh"
+#include "lanes.cuh"
+
+namespace rl {
+
+constexpr int D = HEAD_WIDTH;         // 32 or 64
+constexpr int BLOCKS = ROW_BLOCKS;    // row blocks of 64: ceil(T / 64), at most 4
+constexpr bool RELATIVE = RL_RELATIVE, DROPOUT = RL_DROPOUT;
+
+constexpr int ROW = D * 2;              // bytes
+constexpr int TILE = 64 * ROW;          // bytes
+constexpr int SQUARE = 64 * 64 * 2;     // bytes
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
+
+// Byte offset of 16-byte chunk `chunk` of row `row` in a tile, swizzled as the copy engine leaves it.
+RL_HD constexpr u32 tile_offset(u32 row, u32 chunk) {
+  return D == 64 ? swizzle128(row, chunk) : row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
+}
+
+// Operands of wgmma are named by the low word of their descriptor: 16-byte units, to which constants can be added.
+RL_D u32 operand_at(u32 smem) { return ((smem & 0x3FFFF) >> 4) | 1u << 16; }
+// Swizzled rows of 128 or 64 bytes, groups of 8 rows one after the other. Whether the product runs along the rows or
+// across them is the instruction's affair: every operand here is one swizzle atom wide.
+template <int ROW_BYTES>
+RL_D u64 operand(u32 low) {
+  constexpr u64 HIGH = ROW_BYTES == 128 ? 64u | 1u << 30 : 32u | 2u << 30;
+  return HIGH << 32 | low;
+}
+// Keeps the compiler from holding on to what it computed from a value before.
+RL_D u32 afresh(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// d[64, 64] = a · bᵀ of two tiles
+RL_D void multiply_tiles(float (&d)[32], u32 a, u32 b) {
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) wgmma<64, 0, 0>(d, operand<ROW>(a + 2 * k), operand<ROW>(b + 2 * k), k > 0);
+}
+// d[64, D] (+)= square · tile
+RL_D void multiply_square(float (&d)[D / 2], u32 square, u32 tile, bool fresh) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    wgmma<D, 0, 1>(d, operand<128>(square + 2 * k), operand<ROW>(tile + ROW * k), k > 0 || !fresh);
+}
+// d[64, D] (+)= squareᵀ · tile
+RL_D void multiply_square_transposed(float (&d)[D / 2], u32 square, u32 tile, bool fresh) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    wgmma<D, 1, 1>(d, operand<128>(square + 128 * k), operand<ROW>(tile + ROW * k), k > 0 || !fresh);
+}
+
+// A shift to the left by `amount` columns (0 … 8) of a row that four lanes hold in tiles of 8 columns.
+struct Shift {
+  int source_0, source_1;
+  bool odd, wraps_0, wraps_1;
+  RL_D Shift(int lane, int amount) {
+    const int place = lane & 3, half = amount >> 1, half_up = (amount + 1) >> 1;
+    odd = amount & 1;
+    source_0 = (lane & 28) | ((place + half) & 3);
+    source_1 = (lane & 28) | ((place + half_up) & 3);
+    wraps_0 = place < half;
+    wraps_1 = place < half_up;
+  }
+  // Once for each tile: even and odd columns change places where the shift is odd.
+  RL_D void arrange(u32& even, u32& odd_columns) const {
+    const u32 a = odd ? odd_columns : even, b = odd ? even : odd_columns;
+    even = a, odd_columns = b;
+  }
+  RL_D u32 even(u32 tile, u32 next) const { return shuffle(wraps_0 ? next : tile, source_0); }
+  RL_D u32 uneven(u32 tile, u32 next) const { return shuffle(wraps_1 ? next : tile, source_1); }
+};
+
+// Packed columns of two neighbouring windows (or key blocks), ready to be shifted. Element m holds, of rows r and r + 8,
+// tiles m + 1 and m of the windows, or tiles m and m + 1 of the key blocks. The left one is new; the right one is what
+// was left before.
+struct Band {
+  u32 even[15], uneven[15];
+  RL_D void clear() {
+#pragma unroll
+    for (int m = 0; m < 15; ++m) even[m] = uneven[m] = 0;
+  }
+  RL_D void move_right() {
+#pragma unroll
+    for (int m = 0; m < 7; ++m) even[8 + m] = even[m], uneven[8 + m] = uneven[m];
+  }
+};
+
+// A new left window of Q·windowᵀ. first[] keeps tile 0 of row r for the seam with the next window.
+RL_D void take_window(Band& band, float (&first)[2], const float (&r)[32], const Shift& shift) {
+  band.move_right();
+  band.even[7] = pack_pair(first[0], r[30]), band.uneven[7] = pack_pair(first[1], r[31]);
+  shift.arrange(band.even[7], band.uneven[7]);
+#pragma unroll
+  for (int m = 0; m < 7; ++m) {
+    band.even[m] = pack_pair(r[4 * m + 4], r[4 * m + 2]), band.uneven[m] = pack_pair(r[4 * m + 5], r[4 * m + 3]);
+    shift.arrange(band.even[m], band.uneven[m]);
+  }
+  first[0] = r[0], first[1] = r[1];
+}
+template <int WARP_INDEX>
+RL_D void add_skewed_rows(float (&s)[32], const Band& band, const Shift& shift) {
+  constexpr int START = 6 - 2 * WARP_INDEX;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const u32 a = shift.even(band.even[START + n], band.even[START + n + 1]);
+    const u32 b = shift.uneven(band.uneven[START + n], band.uneven[START + n + 1]);
+    s[4 * n] += pair_low(a), s[4 * n + 1] += pair_low(b), s[4 * n + 2] += pair_high(a), s[4 * n + 3] += pair_high(b);
+  }
+}
+// s += the skew of the band
+RL_D void add_skewed(float (&s)[32], const Band& band, const Shift& shift, int warp) {
+  switch (warp) {
+    case 0: add_skewed_rows<0>(s, band, shift); break;
+    case 1: add_skewed_rows<1>(s, band, shift); break;
+    case 2: add_skewed_rows<2>(s, band, shift); break;
+    default: add_skewed_rows<3>(s, band, shift);
+  }
+}
+
+// Score gradients, packed along columns: pairs[2 n + h] of tile n, row r + 8 h. A new left key block for the way back.
+RL_D void take_keys(Band& band, u32& first, const u32 (&pairs)[16], const Shift& shift) {
+  band.move_right();
+  band.even[7] = permute<0x5410>(pairs[14], first), band.uneven[7] = permute<0x7632>(pairs[14], first);
+  shift.arrange(band.even[7], band.uneven[7]);
+#pragma unroll
+  for (int m = 0; m < 7; ++m) {
+    band.even[m] = permute<0x5410>(pairs[2 * m], pairs[2 * m + 3]);
+    band.uneven[m] = permute<0x7632>(pairs[2 * m], pairs[2 * m + 3]);
+    shift.arrange(band.even[m], band.uneven[m]);
+  }
+  first = pairs[1];
+}
+template <int WARP_INDEX>
+RL_D void unskew_rows(u32 (&g)[16], const Band& band, const Shift& shift) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    constexpr int START = 2 * WARP_INDEX;
+    const u32 a = shift.even(band.even[START + n], band.even[START + n + 1]);
+    const u32 b = shift.uneven(band.uneven[START + n], band.uneven[START + n + 1]);
+    g[2 * n] = permute<0x5410>(a, b), g[2 * n + 1] = permute<0x7632>(a, b);
+  }
+}
+// The gradient of Q·windowᵀ, packed along columns, from the band of the key blocks on both sides of the window.
+RL_D void unskew(u32 (&g)[16], const Band& band, const Shift& shift, int warp) {
+  switch (warp) {
+    case 0: unskew_rows<0>(g, band, shift); break;
+    case 1: unskew_rows<1>(g, band, shift); break;
+    case 2: unskew_rows<2>(g, band, shift); break;
+    default: unskew_rows<3>(g, band, shift);
+  }
+}
+
+// A square's 16 rows of one warp, packed along columns, to shared memory under the 128-byte swizzle.
+RL_D void store_square(u32 square, const u32 (&pairs)[16], int warp, int lane) {
+  const int row = 16 * warp + (lane & 15);
+#pragma unroll
+  for (int b = 0; b < 4; ++b)
+    store_matrices(square + swizzle128(row, 2 * b + (lane >> 4)), pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2],
+                   pairs[4 * b + 3]);
+}
+
+// The 16-bit values of 16 rows × D columns of accumulators, scaled, to rows of `pitch` elements in device memory.
+// Lanes trade halves in pairs, so that a lane writes 8 bytes and four lanes a whole sector.
+RL_D void store_rows(u16* out, int pitch, const float (&d)[D / 2], float scale_low, float scale_high, int rows,
+                     int lane) {
+  const int r = lane >> 2, odd = lane & 1;
+  out += r * pitch + (odd ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float scale = h ? scale_high : scale_low;
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k) {
+      const u32 a = pack_pair(d[8 * k + 2 * h] * scale, d[8 * k + 2 * h + 1] * scale);
+      const u32 b = pack_pair(d[8 * k + 4 + 2 * h] * scale, d[8 * k + 4 + 2 * h + 1] * scale);
+      const u32 other = shuffle_xor(odd ? a : b, 1);
+      if (r + 8 * h < rows) store_global_8(out + 16 * k, odd ? other : a, odd ? b : other);
+    }
+    out += 8 * pitch;
+  }
+}
+
+// The counter's base for a lane: rows 16 (4 i + warp) + lane / 4, columns 64 j + 2 (lane % 4) of a (T, T) square.
+RL_D u32 dropout_base(int i, int j, int warp, int lane, int tiles) {
+  return static_cast<u32>(((i * 4 + warp) * tiles + j * 4) * 64 + (lane >> 2) * 8 + 2 * (lane & 3));
+}
+// Keep decisions of a lane's eight elements in 16 columns: bit 15 for row r, bit 31 for row r + 8; [0] for the tile of
+// the same half as the row (columns 0-7 with r, 8-15 with r + 8), [1] for the other one; then the column's parity.
+RL_D void keep_words(u32 (&word)[2][2], u32 counter, DropoutKeys keys, u32 bias) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const DropoutWords w = dropout_words(counter + e, keys);
+    word[0][e] = dropout_keep_bits(w.word_0, bias), word[1][e] = dropout_keep_bits(w.word_1, bias);
+  }
+}
+// All ones or zero for one element of tile n of the two, row r + 8 h, column parity e; and for the packed two columns.
+RL_D u32 keep_mask(const u32 (&word)[2][2], int n, int h, int e) {
+  const u32 w = word[n ^ h][e];
+  return h ? permute<0xBBBB>(w, w) : permute<0x9999>(w, w);
+}
+RL_D u32 keep_mask_pair(const u32 (&word)[2][2], int n, int h) {
+  return h ? permute<0xFFBB>(word[n ^ h][0], word[n ^ h][1]) : permute<0xDD99>(word[n ^ h][0], word[n ^ h][1]);
+}
+
+}  // namespace rl

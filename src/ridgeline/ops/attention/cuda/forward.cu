@@ -1,0 +1,239 @@
+// Forward of short-window attention (T <= 256). Each warpgroup of a persistent thread block takes heads of its own: K and V
+// of a head lie whole in shared memory, the table is shared, Q is read straight into registers. Query blocks go from the
+// last to the first, so that a key block is free for the next head's copy once its own query block is done.
+#include "attention.cuh"
+
+namespace rl {
+
+constexpr int GROUPS = WARPGROUPS;
+constexpr float NOTHING = -1e30f;  // a score that no key has
+constexpr float SLACK = 8.f;       // how far, in powers of two, a row's maximum may be behind before the sums are rescaled
+
+constexpr int WINDOWS_AT = 0, KEYS_AT = RELATIVE ? BLOCKS * TILE : 0, HEAD_BYTES = 2 * BLOCKS * TILE;
+constexpr int BARRIERS_AT = KEYS_AT + GROUPS * HEAD_BYTES;  // a barrier for each key block of each group, one for the table
+
+struct Arguments {
+  const TensorMap *k, *v;
+  const u16* q;
+  u16* o;
+  float* lse;
+  const i64* seed_step;
+  i64 q_batch;
+  int T, heads, heads_per_group, heads_in_all, q_row, q_head, o_pitch;
+  float scale, kept;
+  u32 site, stream, threshold;
+};
+struct Head {
+  int unit, batch, index;
+  RL_D Head(const Arguments& a, int unit) : unit(unit), batch(unit / a.heads), index(unit - batch * a.heads) {}
+};
+
+// Rows of Q on their way to being the A operand: 8 bytes a lane, four lanes a whole sector.
+struct RawRows {
+  uint2 v[D / 8];
+  RL_D void load(const Arguments& a, int unit, int row, int lane) {
+    const Head head(a, unit);
+    const int r = row + (lane >> 2), column = lane & 1 ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3);
+    const u16* from = a.q + head.batch * a.q_batch + static_cast<i64>(head.index) * a.q_head + static_cast<i64>(r) * a.q_row + column;
+#pragma unroll
+    for (int x = 0; x < D / 8; ++x) {
+      v[x] = make_uint2(0, 0);
+      if (r + 8 * (x & 1) < a.T) v[x] = load_global_8(from + 8 * (x & 1) * a.q_row + (x >> 1) * 16);
+    }
+  }
+  RL_D void finish(u32 (&operand)[D / 16][4], int lane) const {
+    const bool odd = lane & 1;
+#pragma unroll
+    for (int x = 0; x < D / 8; ++x) {
+      const u32 other = shuffle_xor(odd ? v[x].x : v[x].y, 1);
+      operand[x >> 1][x & 1] = odd ? other : v[x].x;
+      operand[x >> 1][2 + (x & 1)] = odd ? v[x].y : other;
+    }
+  }
+};
+// d[64, 64] (+)= a · tileᵀ, a in registers
+RL_D void multiply_rows(float (&d)[32], const u32 (&a)[D / 16][4], u32 tile, bool fresh) {
+#pragma unroll
+  for (int k = 0; k < D / 16; ++k) wgmma_registers<64, 0>(d, a[k], operand<ROW>(tile + 2 * k), k > 0 || !fresh);
+}
+
+struct Softmax {
+  float maximum[2], sum[2];  // of the thread's two rows; the sum is the thread's share
+};
+// Scores to probabilities, packed along columns, against the running maximum; rescales what was summed before.
+RL_D void exponentiate(u32 (&pairs)[16], float (&s)[32], float (&o)[D / 2], Softmax& x, float scale, u32 counter,
+                       DropoutKeys keys, u32 bias) {
+  float highest[2];
+  bool behind = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float m = NOTHING;
+#pragma unroll
+    for (int n = 0; n < 8; ++n) m = fmaxf(m, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+    m = fmaxf(m, shuffle_xor(m, 1));
+    highest[h] = fmaxf(m, shuffle_xor(m, 2)) * scale;
+    behind |= highest[h] > x.maximum[h] + SLACK;
+  }
+  if (any_in_warp(behind)) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float now = fmaxf(x.maximum[h], highest[h]), factor = exp2_fast(x.maximum[h] - now);
+      x.maximum[h] = now, x.sum[h] *= factor;
+#pragma unroll
+      for (int n = 0; n < D / 8; ++n) o[4 * n + 2 * h] *= factor, o[4 * n + 2 * h + 1] *= factor;
+    }
+  }
+#pragma unroll
+  for (int b = 0; b < 4; ++b) {
+    u32 word[2][2];
+    if (DROPOUT) keep_words(word, counter + 64 * b, keys, bias);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int at = 4 * (2 * b + n) + 2 * h;
+        const float p = exp2_fast(s[at] * scale - x.maximum[h]), q = exp2_fast(s[at + 1] * scale - x.maximum[h]);
+        x.sum[h] += p + q;
+        pairs[4 * b + 2 * n + h] = pack_pair(p, q) & (DROPOUT ? keep_mask_pair(word, n, h) : FULL);
+      }
+  }
+}
+
+struct Place {
+  u32 smem;
+  int group, warp, lane;
+  RL_D u32 keys() const { return smem + KEYS_AT + group * HEAD_BYTES; }
+  RL_D u32 keys_full(int j) const { return smem + BARRIERS_AT + 8 * (group * BLOCKS + j); }
+  RL_D u32 table_full() const { return smem + BARRIERS_AT + 8 * GROUPS * BLOCKS; }
+  RL_D u32 operands() const { return afresh(operand_at(smem)); }
+};
+
+RL_D void load_keys(const Arguments& a, const Place& p, int unit, int j) {  // one thread
+  const Head head(a, unit);
+  const int kv_head = head.index / a.heads_per_group;
+  barrier_expect(p.keys_full(j), 2 * TILE);
+  copy_4d(p.keys() + j * TILE, a.k, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
+  copy_4d(p.keys() + (BLOCKS + j) * TILE, a.v, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
+}
+
+RL_D void run(const Arguments& a, const Place& p) {
+  const Shift to_left(p.lane, 7 - (p.lane >> 2));
+  const int row = 16 * p.warp + (p.lane >> 2), column = 2 * (p.lane & 3), tiles = ceil_div(a.T, 16);
+  const int step = GROUPS * gridDim.x;
+  const float scale = a.scale * LOG2_E;
+  const u32 bias = dropout_bias(a.threshold);
+  const bool copies = p.warp == 0 && p.lane == 0;
+  DropoutKeys site{}, keys{};
+  if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
+  int unit = blockIdx.x + p.group * gridDim.x;
+  if (unit >= a.heads_in_all) return;
+  if (copies)
+    for (int j = BLOCKS - 1; j >= 0; --j) load_keys(a, p, unit, j);
+  RawRows raw;
+  u32 aq[D / 16][4], pairs[16], done = 0;
+  raw.load(a, unit, 64 * (BLOCKS - 1) + 16 * p.warp, p.lane);
+  raw.finish(aq, p.lane);
+  float r[32], s[32], o[D / 2], first[2] = {0.f, 0.f};
+  Band band;
+  band.clear();
+  if (RELATIVE) {
+    barrier_wait(p.table_full(), 0);
+    wgmma_fence();
+    multiply_rows(r, aq, p.operands() + (WINDOWS_AT >> 4), true);
+    wgmma_commit();
+  }
+#pragma unroll 1
+  for (; unit < a.heads_in_all; unit += step, ++done) {
+    if (DROPOUT) keys = dropout_stream(site, a.stream + unit);
+#pragma unroll 1
+    for (int i = BLOCKS - 1; i >= 0; --i) {
+      const int next_unit = i > 0 ? unit : unit + step, next_i = i > 0 ? i - 1 : BLOCKS - 1;
+      if (next_unit < a.heads_in_all) raw.load(a, next_unit, 64 * next_i + 16 * p.warp, p.lane);
+      Softmax x{{NOTHING, NOTHING}, {0.f, 0.f}};
+#pragma unroll 1
+      for (int j = i; j >= 0; --j) {
+        const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4) + p.group * (HEAD_BYTES >> 4) + j * (TILE >> 4);
+        barrier_wait(p.keys_full(j), done & 1);
+        wgmma_wait<0>();
+        wgmma_touch(o);
+        if (RELATIVE) {
+          wgmma_touch(r);
+          take_window(band, first, r, to_left);
+#pragma unroll
+          for (int n = 0; n < 32; ++n) s[n] = 0.f;
+          add_skewed(s, band, to_left, p.warp);
+        }
+        wgmma_fence();
+        multiply_rows(s, aq, tile, !RELATIVE);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_touch(s);
+        if (j == i) {
+#pragma unroll
+          for (int n = 0; n < 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              if (column + 8 * n + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
+        }
+        exponentiate(pairs, s, o, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias);
+        if (j == 0) raw.finish(aq, p.lane);  // the last use of this block's Q is behind
+        wgmma_fence();
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+          const u32 part[4] = {pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]};
+          wgmma_registers<D, 1>(o, part, operand<ROW>(tile + BLOCKS * (TILE >> 4) + ROW * b), b > 0 || j != i);
+        }
+        wgmma_commit();
+        if (RELATIVE) {
+          multiply_rows(r, aq, operands + (WINDOWS_AT >> 4) + (j == 0 ? 0 : i - j + 1) * (TILE >> 4), true);
+          wgmma_commit();
+        }
+      }
+      if (RELATIVE) wgmma_wait<1>(); else wgmma_wait<0>();
+      wgmma_touch(o);
+      named_barrier<128>(1 + p.group);
+      if (copies && unit + step < a.heads_in_all) load_keys(a, p, unit + step, i);
+      const Head head(a, unit);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        x.sum[h] += shuffle_xor(x.sum[h], 1);
+        x.sum[h] += shuffle_xor(x.sum[h], 2);
+        const int at = 64 * i + row + 8 * h;
+        if ((p.lane & 3) == 0 && at < a.T) a.lse[static_cast<i64>(unit) * a.T + at] = (x.maximum[h] + log2_fast(x.sum[h])) * LN_2;
+      }
+      const int at = 64 * i + 16 * p.warp;
+      store_rows(a.o + (static_cast<i64>(head.batch) * a.T + at) * a.o_pitch + head.index * D, a.o_pitch, o,
+                 a.kept / x.sum[0], a.kept / x.sum[1], a.T - at, p.lane);
+    }
+  }
+  wgmma_wait<0>();
+}
+
+}  // namespace rl
+
+// Grid: at most one block an SM, 128 * WARPGROUPS threads. Tensor maps of (B, T, heads, D) tensors with boxes of
+// 1 × 64 × 1 × D, of the table's (R, D) with boxes of 64 × D.
+extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
+    attention_forward(const __grid_constant__ rl::TensorMap k, const __grid_constant__ rl::TensorMap v,
+                      const __grid_constant__ rl::TensorMap table, const rl::u16* q, rl::u16* o, float* lse,
+                      const rl::i64* seed_step, rl::i64 q_batch, int T, int table_rows, int heads, int heads_per_group,
+                      int heads_in_all, int q_row, int q_head, int o_pitch, float scale, float kept, rl::u32 site,
+                      rl::u32 stream, rl::u32 threshold) {
+  using namespace rl;
+  const Arguments a{&k, &v, q, o, lse, seed_step, q_batch, T, heads, heads_per_group, heads_in_all, q_row, q_head, o_pitch,
+                    scale, kept, site, stream, threshold};
+  const Place p{dynamic_smem(), warp_uniform(threadIdx.x >> 7), warp_uniform(threadIdx.x >> 5 & 3),
+                static_cast<int>(threadIdx.x & 31)};
+  if (threadIdx.x == 0) {
+    for (int b = 0; b <= GROUPS * BLOCKS; ++b) barrier_init(p.smem + BARRIERS_AT + 8 * b, 1);
+    barrier_init_fence();
+    fence_async();
+    if (RELATIVE) {
+      barrier_expect(p.table_full(), BLOCKS * TILE);
+      for (int w = 0; w < BLOCKS; ++w)
+        copy_2d(p.smem + WINDOWS_AT + w * TILE, &table, 0, table_rows - 64 * (w + 1), p.table_full());
+    }
+  }
+  sync_block();
+  run(a, p);
+}

@@ -1,0 +1,43 @@
+// Single instructions that only attention needs.
+#pragma once
+#include "ridgeline/common.cuh"
+
+#ifndef RL_EMULATED
+namespace rl {
+
+RL_D u32 shuffle(u32 value, int source) { return __shfl_sync(FULL, value, source); }
+RL_D u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
+RL_D float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
+RL_D void sync_warp() { __syncwarp(); }
+RL_D void sync_block() { __syncthreads(); }
+RL_D int warp_uniform(int value) { return __shfl_sync(FULL, value, 0); }
+RL_D u32 as_bits(float value) { return __float_as_uint(value); }
+
+// Bytes picked by the nibbles of SELECT; 8 added to a nibble spreads that byte's sign bit over the byte.
+template <u32 SELECT>
+RL_D u32 permute(u32 a, u32 b) {
+  u32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "n"(SELECT));
+  return result;
+}
+RL_D float keep_float(float value, u32 mask) { return __uint_as_float(__float_as_uint(value) & mask); }
+RL_D float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+RL_D uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
+RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
+RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants
+  extern __shared__ __align__(1024) char bytes[];
+  return smem_address(bytes);
+}
+RL_D bool any_in_warp(bool value) { return __any_sync(FULL, value); }
+
+}  // namespace rl
+#endif

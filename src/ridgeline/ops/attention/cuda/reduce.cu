@@ -1,0 +1,42 @@
+// Second stages of attention's backward, in a fixed order of summation.
+#include "ridgeline/common.cuh"
+
+namespace rl {
+constexpr int D = HEAD_WIDTH, QUADS = D / 4, LANES = 256 / QUADS;
+RL_D void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
+}  // namespace rl
+
+// out[R, D]: the sum over `parts` partial gradients [parts, rows, D] by distance; row R - 1 - distance; zero from T on.
+// Grid: R blocks of 256 threads.
+extern "C" __global__ void table_gradient(const float4* partials, float4* out, int parts, int rows, int T) {
+  using namespace rl;
+  __shared__ float4 sums[LANES][QUADS];
+  const int distance = gridDim.x - 1 - blockIdx.x, quad = threadIdx.x % QUADS, lane = threadIdx.x / QUADS;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (distance < T)
+    for (int part = lane; part < parts; part += LANES)
+      add(sum, partials[(static_cast<i64>(part) * rows + distance) * QUADS + quad]);
+  sums[lane][quad] = sum;
+  __syncthreads();
+  if (lane > 0) return;
+  for (int other = 1; other < LANES; ++other) add(sum, sums[other][quad]);
+  out[blockIdx.x * QUADS + quad] = sum;
+}
+
+// Gradients of K and V by query head, [B, H, T, D] each, summed over the heads of a group into rows of `pitch` elements.
+// Grid: a thread for each four elements of [B, T, G, D], K in y = 0 and V in y = 1.
+extern "C" __global__ void group_gradients(const float4* dk_heads, const float4* dv_heads, rl::u16* dk, rl::u16* dv, int total,
+                                           int T, int groups, int heads_per_group, int pitch) {
+  using namespace rl;
+  const int index = blockIdx.x * 256 + threadIdx.x;
+  if (index >= total) return;
+  const int quad = index % QUADS, group = index / QUADS % groups, row = index / (QUADS * groups);  // row: b * T + t
+  const float4* from = blockIdx.y ? dv_heads : dk_heads;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int h = 0; h < heads_per_group; ++h) {
+    const i64 head = static_cast<i64>(row / T) * groups * heads_per_group + group * heads_per_group + h;
+    add(sum, from[(head * T + row % T) * QUADS + quad]);
+  }
+  uint2* to = reinterpret_cast<uint2*>((blockIdx.y ? dv : dk) + static_cast<i64>(row) * pitch + group * D + 4 * quad);
+  *to = make_uint2(pack_pair(sum.x, sum.y), pack_pair(sum.z, sum.w));
+}
