@@ -1,4 +1,4 @@
-"""Whether Triton can run here, checks of arguments, and the arithmetic of launches. Imports no Triton by itself."""
+"""Whether Triton can run here, checks of arguments, and the arithmetic of launches. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeline.errors import UnsupportedError
+from ridgeline.errors import UnsupportedError, nearest
 
 STORAGE = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED_PROGRAMS = 3  # "processors" of the interpreter: few, and odd, so that work divides unevenly in tests
@@ -54,15 +54,22 @@ def triton_missing(device: torch.device) -> str | None:
     return None
 
 
-def demand(reason: str | None, impl: str) -> None:
-    """Raise UnsupportedError when there is a reason why `impl` cannot run."""
+def availability(impl: str, known: tuple[str, ...], device: torch.device) -> str | None:
+    """Why an op with the implementations `known` cannot run `impl` on `device`, or None when it can."""
+    if impl not in known:
+        return nearest(impl, known, "implementation")
+    return triton_missing(device) if impl == "triton" else None
+
+
+def demand(impl: str, known: tuple[str, ...], device: torch.device) -> None:
+    """Nothing, where `impl` can run on `device`.
+
+    Raises:
+        UnsupportedError: it cannot, with the reason.
+    """
+    reason = availability(impl, known, device)
     if reason is not None:
-        raise UnsupportedError(f"impl={impl!r} cannot run here: {reason}")
-
-
-def unknown_impl(impl: str, known: tuple[str, ...]) -> str | None:
-    """The reason that an implementation's name is not known, or None."""
-    return None if impl in known else f"it is not one of {', '.join(known)}"
+        raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
 
 
 def check_storage(**tensors: Tensor | None) -> None:
@@ -80,6 +87,17 @@ def check_storage(**tensors: Tensor | None) -> None:
             raise UnsupportedError(
                 f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
             )
+
+
+def check_devices(device: torch.device, **tensors: Tensor | None) -> None:
+    """Every tensor given is on `device`.
+
+    Raises:
+        UnsupportedError: with the tensor's name, what was expected and what came.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != device:
+            raise UnsupportedError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:

@@ -7,7 +7,6 @@ Bit for bit the masks of `reference.py`. Everything is unsigned 32-bit; one wide
 # (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -101,24 +100,3 @@ def dropout_raw(
         x_NC, out_NC, state.seed_step, site, state.sample_offset, N, T, scale,
         C=C, THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=block_c, num_warps=config.warps,
     )  # fmt: skip
-
-
-class HiddenDropout(torch.autograd.Function):
-    """Dropout of a (B, T, C) tensor whose backward pass draws the mask again."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x_BTC: Tensor, p: float, state: DropoutState, site: int
-    ) -> Tensor:
-        ctx.p, ctx.state, ctx.site = p, state, site  # type: ignore[attr-defined]
-        out_BTC = torch.empty_like(x_BTC)
-        dropout_raw(x_BTC.flatten(0, 1), out_BTC.flatten(0, 1), x_BTC.shape[1], p, state, site)
-        return out_BTC
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, dout_BTC: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        dout_BTC = dout_BTC.contiguous()
-        dx_BTC = torch.empty_like(dout_BTC)
-        p, state, site = ctx.p, ctx.state, ctx.site  # type: ignore[attr-defined]
-        dropout_raw(dout_BTC.flatten(0, 1), dx_BTC.flatten(0, 1), dout_BTC.shape[1], p, state, site)
-        return dx_BTC, None, None, None

@@ -107,7 +107,7 @@ def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
         [*loss, norm, state.rates.new_tensor(rate), 1 - finite * norm.new_ones(())]
     )
     if finite:
-        state.applied += 1
+        state.applied.add_(1)
         _update(state, settings, gradient_M * (settings.max_norm / (norm + CLIP_EPS)).clamp(max=1.0), rate)
     state.skipped[0] += not finite
     state.skipped[1] = 0 if finite else state.skipped[1] + 1
