@@ -105,3 +105,7 @@ def test_driver_names_are_exact() -> None:
 def test_a_mistyped_card_is_answered_with_near_ones() -> None:
     with pytest.raises(UnsupportedError, match=r"unknown card 'h20'; did you mean .*h200"):
         card("h20")
+
+
+def test_spelling_of_a_card_is_forgiven() -> None:
+    assert card("RTX 4090") is card("rtx4090") is CARDS["rtx-4090"]

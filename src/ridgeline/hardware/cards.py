@@ -265,14 +265,19 @@ CARDS: dict[str, DeviceSpec] = {card.key: card for card in _CARDS}
 
 
 def card(key: str) -> DeviceSpec:
-    """The card called `key` in the table.
+    """The card called `key` in the table; case, hyphens and spaces do not matter.
 
     Raises:
         UnsupportedError: there is no such card.
     """
-    if key not in CARDS:
+    found = {_plain(name): spec for name, spec in CARDS.items()}.get(_plain(key))
+    if found is None:
         raise UnsupportedError(nearest(key, CARDS, "card"))
-    return CARDS[key]
+    return found
+
+
+def _plain(key: str) -> str:
+    return key.lower().replace("-", "").replace(" ", "").replace("_", "")
 
 
 def by_driver_name(name: str) -> DeviceSpec | None:

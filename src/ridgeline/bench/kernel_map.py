@@ -1,0 +1,161 @@
+"""Which op of the model a kernel works for.
+
+Matrix products are told by the shapes of the operator that launched them: a linear layer's forward product, input
+gradient and weight gradient have shapes of their own, and where two layers share one, the phase tells them apart.
+Other kernels are told by the names of their operator and of the kernel itself, in which torch.compile lists what it
+fused; a kernel that fuses several goes to the first of the rules that matches. What no rule knows stays unmapped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ridgeline.bench.trace import Kernel, Shape
+from ridgeline.cost import Phase
+from ridgeline.models import LanguageConfig, ModelConfig
+from ridgeline.models.accounting import head_widths
+
+UNMAPPED = "unmapped"
+COPIES = "copies and fills"
+EITHER = " or "  # between the names of layers whose products have one shape in one phase
+PADDING = 16  # torch.compile pads unaligned product sizes to a multiple of up to this
+
+_PRODUCT = re.compile(r"aten::(mm|addmm|_addmm_activation|linear|_scaled_mm)(_|\.|$)")
+_BATCHED = re.compile(r"aten::(bmm|baddbmm)")
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), name)
+    for pattern, name in (
+        (r"log_?softmax|nll_loss|cross_entropy|log_?sum_?exp", "cross_entropy"),
+        (r"flash|fmha|sdpa|scaled_dot_product|attention|attn|softmax", "attention"),
+        (r"layer_?norm|rms_?norm|norm_(forward|backward)_kernel|GammaBeta", "norm"),
+        (r"gelu", "gelu"),
+        (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight", "embedding"),
+        (r"dropout|bernoulli|philox|rand", "dropout"),
+        (r"one_hot|aten::cat|fused_cat|CatArray", "input"),
+    )
+)
+# tried only on what nothing above knows: an addition, a sum over rows and a change of type can belong to anything
+_WEAK_RULES: tuple[tuple[str, Phase | None, str], ...] = (
+    (r"aten::sum|reduce_kernel|fused_sum|column_sums|fused__to_copy_sum", "backward", "bias gradients"),
+    (r"aten::(copy_|_to_copy|to|clone|contiguous|zeros|zero_|fill_)|direct_copy|fused__to_copy", None, COPIES),
+    (r"aten::add|CUDAFunctor_add|fused_add", None, "residual"),
+)
+
+
+Same = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A linear layer as products show it: x (N, inputs) → y (N, outputs)."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+
+def layers_of(config: ModelConfig) -> Iterator[Layer]:
+    """Every linear layer of a model, once for each shape."""
+    c = config.decoder
+    yield Layer(name="qkv", inputs=c.width, outputs=c.qkv_width)
+    yield Layer(name="out", inputs=c.heads * c.head_dim, outputs=c.width)
+    yield Layer(name="mlp_up", inputs=c.width, outputs=c.hidden)
+    yield Layer(name="mlp_down", inputs=c.hidden, outputs=c.width)
+    if isinstance(config, LanguageConfig):
+        yield Layer(name="head", inputs=c.width, outputs=config.vocabulary)
+        return
+    yield Layer(name="input", inputs=config.input_width, outputs=c.width)
+    for inputs, classes in head_widths(config):
+        yield Layer(name="heads.up", inputs=inputs, outputs=inputs // 2)
+        yield Layer(name="heads.down", inputs=inputs // 2, outputs=classes)
+
+
+def _exactly(found: int, wanted: int) -> bool:
+    return found == wanted
+
+
+def _padded(found: int, wanted: int) -> bool:
+    return wanted <= found < wanted + PADDING and (found == wanted or found % 4 == 0)
+
+
+class KernelMap:
+    """Maps kernels of one model at one batch to its ops.
+
+    Args:
+        config: the model.
+        batch, context: windows and positions of the step that was profiled.
+    """
+
+    def __init__(self, config: ModelConfig, batch: int, context: int) -> None:
+        self.config, self.T, self.N = config, context, batch * context
+        self.layers = tuple(layers_of(config))
+        self.head_widths = (
+            set()
+            if isinstance(config, LanguageConfig)
+            else {w for inputs, _ in head_widths(config) for w in (inputs, inputs // 2)} - {config.decoder.width}
+        )
+
+    def __call__(self, kernel: Kernel) -> str:
+        """The name of the op, as the accounting has it; UNMAPPED where no rule knows it."""
+        if kernel.update:
+            return "adamw"
+        if kernel.kind != "kernel":
+            return COPIES
+        if kernel.phase == "optimizer":
+            return "grad_norm"
+        if _PRODUCT.match(kernel.operator) and len(kernel.shapes) >= 2:
+            return self._product(kernel)
+        if _BATCHED.match(kernel.operator) or self._has_scores(kernel.shapes):
+            return "attention"
+        text = f"{kernel.operator} {kernel.name}"
+        name = next((name for rule, name in _RULES if rule.search(text)), None)
+        if name in ("norm", "gelu") and any(shape[-1] in self.head_widths for shape in kernel.shapes):
+            return f"heads.{name}"
+        return name or self._weakly(text, kernel.phase)
+
+    @staticmethod
+    def _weakly(text: str, phase: Phase | None) -> str:
+        for rule, only, name in _WEAK_RULES:
+            if only in (None, phase) and re.search(rule, text, re.IGNORECASE):
+                return name
+        return UNMAPPED
+
+    def _has_scores(self, shapes: tuple[Shape, ...]) -> bool:
+        """Whether an input is (B, H, T, T), or (B · H, T, T), give or take the skew's one column or row."""
+        sides, heads = (self.T, self.T + 1), self.config.decoder.heads
+        return any(
+            shape[-1] in sides and shape[-2] in sides
+            for shape in shapes
+            if (len(shape) == 4 and shape[1] == heads) or (len(shape) == 3 and shape[0] * self.T == self.N * heads)
+        )
+
+    def _product(self, kernel: Kernel) -> str:
+        matrices = [shape for shape in kernel.shapes if len(shape) == 2][-2:]
+        if len(matrices) < 2:
+            return UNMAPPED
+        (rows, depth), (_, columns) = matrices
+        if self.N * self.config.decoder.heads in (rows, depth) and self.config.decoder.positions == "relative":
+            return "attention"  # the relative product, folded to two dimensions
+        for same in (_exactly, _padded):
+            roles = ((layer, self._role(layer, rows, depth, columns, kernel.phase, same)) for layer in self.layers)
+            names = dict.fromkeys(f"{layer.name}{role}" for layer, role in roles if role is not None)
+            if names:
+                return EITHER.join(names)
+        return UNMAPPED
+
+    def _role(self, layer: Layer, rows: int, depth: int, columns: int, phase: Phase | None, same: Same) -> str | None:
+        if rows == self.N:
+            if phase == "forward" and same(depth, layer.inputs) and same(columns, layer.outputs):
+                return ""
+            if phase == "backward" and same(depth, layer.outputs) and same(columns, layer.inputs):
+                return ".input_gradient"
+        # PyTorch computes dyᵀ x; the transpose of it is tried only by layers whose shape no other one has
+        if depth == self.N and phase == "backward":
+            if same(rows, layer.outputs) and same(columns, layer.inputs):
+                return ".weight_gradient"
+            alone = not any((o.outputs, o.inputs) == (layer.inputs, layer.outputs) for o in self.layers)
+            if alone and same(rows, layer.inputs) and same(columns, layer.outputs):
+                return ".weight_gradient"
+        return None

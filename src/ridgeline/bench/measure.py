@@ -1,0 +1,302 @@
+"""Where a step's time really goes: profiled kernels, mapped to ops and set beside the floors.
+
+The step is timed first, without a profiler. Then a few steps are profiled, not captured, because a graph's kernels do
+not say who launched them; of a contender that runs captured, the captured step is profiled too, for overlap and gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.bench.contenders import Step, build_step, find_contender
+from ridgeline.bench.explain import ExplainResult, explain, preset_case
+from ridgeline.bench.kernel_map import EITHER, UNMAPPED, KernelMap
+from ridgeline.bench.nvml import monitor
+from ridgeline.bench.run import git_revision, versions
+from ridgeline.bench.timing import Timing, summarise, time_steps, warm_up
+from ridgeline.bench.trace import Kernel, Occupation, occupation, read_trace
+from ridgeline.bench.workloads import Workload, random_batch
+from ridgeline.cost import PHASES, Phase, mfu
+from ridgeline.errors import UnsupportedError
+from ridgeline.hardware import Ceilings, load_ceilings, measure_ceilings, read_driver, resolve, save_ceilings
+from ridgeline.models import ModelConfig
+from ridgeline.records import ContenderResult, OpResult, Record
+
+TIMED_STEPS = 20
+PROFILED_STEPS = 4
+WARM_UP_S = 10.0
+LISTED = 8  # unmapped kernels that are listed by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow:
+    """One op in one phase: what its kernels took in a step, and its floor.
+
+    Attributes:
+        name, phase: of the op; phase None where the trace does not tell.
+        seconds: of all its kernels, added up.
+        kernels: how many.
+        floor_s: of the op; None for work that the accounting does not have, such as copies.
+    """
+
+    name: str
+    phase: Phase | None
+    seconds: float
+    kernels: float
+    floor_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureResult:
+    """What `explain --measure` found.
+
+    Attributes:
+        explained: the accounting of the same step.
+        engine: how the step was run.
+        timing: of the step without a profiler.
+        rows: measured beside floor.
+        occupation: of the profiled steps' kernels, all steps together.
+        steps: how many were profiled.
+        unmapped: kernels that no rule knows, with their seconds in a step, the longest first.
+        peak_bytes: most memory that tensors held.
+        circumstances: versions by name.
+    """
+
+    explained: ExplainResult
+    engine: str
+    timing: Timing
+    rows: tuple[MeasuredRow, ...]
+    occupation: Occupation
+    steps: int
+    unmapped: tuple[tuple[str, float], ...]
+    peak_bytes: int
+    circumstances: dict[str, str]
+
+    @property
+    def seconds(self) -> float:
+        """Median seconds of a step."""
+        return self.timing.median_ms / 1e3
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation of the measured step."""
+        cost, case = self.explained.cost, self.explained.case
+        return mfu(
+            flops=cost.flops,
+            seconds=self.seconds,
+            spec=self.explained.spec,
+            precision=case.precision,
+            nbytes=cost.bytes,
+        )
+
+    @property
+    def phases_s(self) -> dict[str, float]:
+        """Kernel seconds of a step by phase, where the trace tells it."""
+        return {p: sum(row.seconds for row in self.rows if row.phase == p) for p in PHASES}
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `explain --measure --json` prints; seconds and bytes."""
+        explained, used, steps = self.explained.to_json(), self.occupation, self.steps
+        measured = {
+            "engine": self.engine,
+            "seconds": self.seconds,
+            "spread": self.timing.spread,
+            "floor_share": self.explained.floor_s / self.seconds,
+            "mfu": self.mfu if self.explained.spec.tflops else None,
+            "peak_memory_bytes": self.peak_bytes,
+            "phases_s": self.phases_s,
+            "profiled": {
+                "steps": steps,
+                "elapsed_s": used.elapsed / steps / 1e6,
+                "busy_s": used.busy / steps / 1e6,
+                "kernel_s": used.kernel_sum / steps / 1e6,
+                "kernels": used.kernels / steps,
+                "overlap": used.overlap,
+                "idle_s": used.idle / steps / 1e6,
+                "longest_gap_s": used.gaps[0] / 1e6 if used.gaps else 0.0,
+            },
+            "ops": [
+                {"name": r.name, "phase": r.phase, "seconds": r.seconds, "kernels": r.kernels, "floor_s": r.floor_s}
+                for r in self.rows
+            ],
+            "unmapped": [{"name": name, "seconds": seconds} for name, seconds in self.unmapped],
+            "versions": self.circumstances,
+        }
+        return {**explained, "measured": measured}
+
+    def to_record(self) -> Record:
+        """The same as a record that reports read."""
+        case, spec = self.explained.case, self.explained.spec
+        result = ContenderResult(
+            name=self.engine,
+            tokens_per_s=case.tokens / self.seconds,
+            windows_per_s=case.batch / self.seconds,
+            step_ms=self.timing.median_ms,
+            spread=self.timing.spread,
+            mfu=self.mfu if spec.tflops else None,
+            floor_share=self.explained.floor_s / self.seconds,
+            peak_memory_bytes=self.peak_bytes,
+            phases_ms={phase: seconds * 1e3 for phase, seconds in self.phases_s.items()},
+            overlap=self.occupation.overlap,
+        )
+        ops = [
+            OpResult(
+                name=row.name,
+                shape=row.phase or "",
+                impl=self.engine,
+                us=row.seconds * 1e6,
+                # above 1 the op's tensors stayed in the cache, and the share says nothing
+                floor_share=row.floor_s / row.seconds if row.floor_s and row.floor_s <= row.seconds else None,
+            )
+            for row in self.rows
+            if row.seconds > 0
+        ]
+        work = Workload(
+            name=case.name, model=case.model, batch=case.batch, context=case.context, precision=case.precision
+        )
+        return Record(
+            kind="explain",
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            git=git_revision(),
+            card=spec.name,
+            gpus=1,
+            versions=self.circumstances,
+            workload=work.info(),
+            contenders=[result],
+            ops=ops,
+        )
+
+
+def tabulate(
+    kernels: Sequence[Kernel], explained: ExplainResult, steps: int, config: ModelConfig
+) -> tuple[tuple[MeasuredRow, ...], tuple[tuple[str, float], ...]]:
+    """Kernels of `steps` steps as rows of one step, the longest first within a phase, and what stayed unmapped.
+
+    Every op of the accounting has a row, with no kernels where its work rides in another's. Ops that cannot be told
+    apart share one.
+    """
+    case = explained.case
+    to_op = KernelMap(config, case.batch, case.context)
+    totals: dict[tuple[str, Phase | None], list[float]] = {(row.name, row.phase): [0, 0] for row in explained.rows}
+    strangers: dict[str, float] = {}
+    for kernel in kernels:
+        name = to_op(kernel)
+        total = totals.setdefault((name, kernel.phase), [0, 0])
+        total[0] += kernel.duration / 1e6 / steps
+        total[1] += 1 / steps
+        if name == UNMAPPED:
+            strangers[kernel.name] = strangers.get(kernel.name, 0.0) + kernel.duration / 1e6 / steps
+    floors: dict[tuple[str, Phase | None], float] = {(row.name, row.phase): row.floor.seconds for row in explained.rows}
+
+    def floor_of_row(key: tuple[str, Phase | None]) -> float | None:
+        parts = [floors[(name, key[1])] for name in key[0].split(EITHER) if (name, key[1]) in floors]
+        return sum(parts) if parts else None
+
+    rows = [
+        MeasuredRow(name=key[0], phase=key[1], seconds=seconds, kernels=count, floor_s=floor_of_row(key))
+        for key, (seconds, count) in totals.items()
+    ]
+    shared = {(name, row.phase) for row in rows for name in row.name.split(EITHER) if EITHER in row.name}
+    rows = [row for row in rows if (row.name, row.phase) not in shared or row.seconds > 0]
+    order: dict[Phase | None, int] = {phase: index for index, phase in enumerate((*PHASES, None))}
+    rows.sort(key=lambda row: (order[row.phase], -row.seconds))
+    return tuple(rows), tuple(sorted(strangers.items(), key=lambda item: -item[1]))
+
+
+def profile(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """The Chrome trace of `steps` steps; one more is run first, under the profiler, to set it up."""
+    cuda = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
+    with tempfile.TemporaryDirectory(prefix="ridgeline-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(
+            activities=activities,
+            record_shapes=True,
+            schedule=schedule,
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        ) as profiler:
+            for number in range(1 + steps):
+                step()
+                if cuda and number in (0, steps):  # what the first step left running is not the others'
+                    torch.cuda.synchronize()
+                profiler.step()
+        return json.loads(path.read_text(errors="replace"))
+
+
+def current_ceilings() -> Ceilings:
+    """The stored ceilings of the card that is here under its present driver; measured and stored if there are none."""
+    reading = read_driver()
+    stored = None if reading is None else load_ceilings(reading.name)
+    if stored is not None and reading is not None and stored.driver == reading.driver:
+        return stored
+    ceilings = measure_ceilings()
+    save_ceilings(ceilings)
+    return ceilings
+
+
+def measure_preset(
+    preset: str,
+    *,
+    engine: str = "compile",
+    batch: int | None = None,
+    context: int | None = None,
+    precision: str | None = None,
+    steps: int = PROFILED_STEPS,
+) -> MeasureResult:
+    """`ridgeline explain PRESET --measure`: run, time and profile a preset's step on the CUDA card that is here.
+
+    Args:
+        preset: its name.
+        engine: a contender of the benchmark.
+        batch, context, precision: as for `explain_preset`; the whole batch is run in one part.
+        steps: how many are profiled.
+
+    Raises:
+        ConfigError, UnsupportedError: unknown names, no CUDA card, a batch that does not fit.
+    """
+    contender = find_contender(engine)
+    if not torch.cuda.is_available():
+        raise UnsupportedError("--measure profiles real steps on a CUDA card, and there is none here; leave it out")
+    spec, ceilings = resolve(None), current_ceilings()
+    case = preset_case(
+        preset, spec, batch=batch, context=context, precision=precision, accumulation=1, measured=not spec.tflops
+    )
+    explained = explain(case, spec, ceilings=ceilings)
+    work = Workload(name=preset, model=case.model, batch=case.batch, context=case.context, precision=case.precision)
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = random_batch(work, device)
+    torch.cuda.reset_peak_memory_stats(device)
+
+    def ready(run: Step) -> Callable[[], object]:
+        warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
+        return lambda: run(data)
+
+    step = ready(build_step(contender, work, device))
+    timing = summarise(time_steps(step, TIMED_STEPS, device))
+    peak = torch.cuda.max_memory_allocated(device)
+    kernels = read_trace(profile(step, steps))
+    used = occupation(kernels)
+    if contender.capture:
+        step = ready(build_step(replace(contender, capture=False), work, device))
+        kernels = read_trace(profile(step, steps))
+    rows, unmapped = tabulate(kernels, explained, steps, case.model)
+    return MeasureResult(
+        explained=explained,
+        engine=engine,
+        timing=timing,
+        rows=rows,
+        occupation=used,
+        steps=steps,
+        unmapped=unmapped,
+        peak_bytes=peak,
+        circumstances=versions(monitor(device)),
+    )
