@@ -1,39 +1,86 @@
-"""Attention inside a block: a forward that remembers, a backward that writes one gradient of the projection."""
+"""Attention inside a block: a forward that remembers, a backward that writes one gradient of the joint projection."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ridgeline.models.config import DecoderConfig
+from ridgeline.models.fused.choices import split_heads
+from ridgeline.ops.attention import short
 from ridgeline.ops.attention.reference import attention_reference
 from ridgeline.ops.dropout import DropoutState
 
 
-class AttentionStep:
-    """One layer's attention in one pass."""
+@dataclass(frozen=True)
+class Shape:
+    """Samples, positions and the dropout of this pass (p is 0 outside training)."""
 
-    def __init__(
-        self, config: DecoderConfig, impl: str, B: int, T: int, p: float, dropout: DropoutState | None, site: int
-    ) -> None:
-        self.config, self.impl, self.B, self.T = config, impl, B, T
-        self.p, self.dropout, self.site = p, dropout, site
+    B: int
+    T: int
+    p: float
+    dropout: DropoutState | None
+
+    @property
+    def N(self) -> int:
+        """Rows of a flattened (B · T) tensor."""
+        return self.B * self.T
+
+
+class KernelAttention:
+    """The short-window kernels: saves the projection, the output and the log-sum-exp of each row."""
+
+    def __init__(self, config: DecoderConfig, shape: Shape, site: int) -> None:
+        self.config, self.shape = config, shape
+        self.scale = 1 / math.sqrt(config.head_dim)
+        self.drop = short.dropping(shape.p, shape.dropout if shape.p > 0 else None, site)
 
     def forward(self, qkv_NQ: Tensor, table_RD: Tensor | None) -> Tensor:
         """The mixed heads (N, H · D) of the joint projection (N, (H + 2 G) · D)."""
+        c, s = self.config, self.shape
+        self.heads = split_heads(c, qkv_NQ.view(s.B, s.T, -1))
+        self.table_RD = table_RD
+        self.mixed_NM = qkv_NQ.new_empty(s.N, c.heads * c.head_dim)
+        self.lse_BHT = qkv_NQ.new_empty(s.B, c.heads, s.T, dtype=torch.float32)
+        out = self.mixed_NM.view(s.B, s.T, c.heads, c.head_dim)
+        short.forward(*self.heads, table_RD, out, self.lse_BHT, scale=self.scale, drop=self.drop)
+        return self.mixed_NM
+
+    def backward(self, dmixed_NM: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Gradients of the joint projection and of the relative table (fp32)."""
+        c, s = self.config, self.shape
+        dqkv_NQ = dmixed_NM.new_empty(s.N, c.qkv_width)
+        gradients = split_heads(c, dqkv_NQ.view(s.B, s.T, -1))
+        dtable_RD = None if self.table_RD is None else torch.empty_like(self.table_RD, dtype=torch.float32)
+        q, k, _ = self.heads
+        workspace = dqkv_NQ.new_empty(short.workspace_size(q, k, self.table_RD), dtype=torch.float32)
+        shaped = (s.B, s.T, c.heads, c.head_dim)
+        short.backward(
+            dmixed_NM.view(shaped), *self.heads, self.table_RD, self.mixed_NM.view(shaped), self.lse_BHT,
+            *gradients, dtable_RD, workspace, scale=self.scale, drop=self.drop,
+        )  # fmt: skip
+        return dqkv_NQ, dtable_RD
+
+
+class ReferenceAttention:
+    """Explicit attention, differentiated by autograd: any shape, any device, slow."""
+
+    def __init__(self, config: DecoderConfig, shape: Shape, site: int) -> None:
+        self.config, self.shape, self.site = config, shape, site
+
+    def forward(self, qkv_NQ: Tensor, table_RD: Tensor | None) -> Tensor:
+        """The mixed heads (N, H · D) of the joint projection (N, (H + 2 G) · D)."""
+        c, s = self.config, self.shape
         self._qkv = qkv_NQ.detach().requires_grad_()
         self._table = None if table_RD is None else table_RD.detach().requires_grad_()
-        c = self.config
         with torch.enable_grad():
-            widths = [c.heads * c.head_dim, c.groups * c.head_dim, c.groups * c.head_dim]
-            q, k, v = (
-                x.view(self.B, self.T, -1, c.head_dim) for x in self._qkv.view(self.B, self.T, -1).split(widths, dim=-1)
-            )
+            q, k, v = split_heads(c, self._qkv.view(s.B, s.T, -1))
             self._out = attention_reference(
-                q, k, v, self._table, scale=1 / math.sqrt(c.head_dim), p=self.p, dropout=self.dropout, site=self.site
-            ).reshape(self.B * self.T, -1)
+                q, k, v, self._table, scale=1 / math.sqrt(c.head_dim), p=s.p, dropout=s.dropout, site=self.site
+            ).reshape(s.N, -1)
         self.mixed_NM = self._out.detach()
         return self.mixed_NM
 
@@ -42,3 +89,10 @@ class AttentionStep:
         wanted = [self._qkv] if self._table is None else [self._qkv, self._table]
         grads = torch.autograd.grad(self._out, wanted, dmixed_NM)
         return grads[0], grads[1] if self._table is not None else None
+
+
+AttentionStep = KernelAttention | ReferenceAttention
+ATTENTION: dict[str, type[KernelAttention] | type[ReferenceAttention]] = {
+    "cuda": KernelAttention,
+    "reference": ReferenceAttention,
+}

@@ -14,33 +14,16 @@ Saved a token, in elements of 2 bytes, for width C, joint projection Q and MLP w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ridgeline.models.config import DecoderConfig
-from ridgeline.models.fused.attention import AttentionStep
-from ridgeline.ops._triton.columns import column_sums_raw
-from ridgeline.ops.activation import triton as activation
-from ridgeline.ops.dropout import DropoutState
+from ridgeline.models.fused.attention import ATTENTION, AttentionStep, Shape
+from ridgeline.models.fused.choices import Choices
+from ridgeline.models.fused.mlp import Hidden, hidden_backward, hidden_forward, sums
 from ridgeline.ops.norm import triton as norm
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Samples, positions and the dropout of this pass (p is 0 outside training)."""
-
-    B: int
-    T: int
-    p: float
-    dropout: DropoutState | None
-
-    @property
-    def N(self) -> int:
-        """Rows of a flattened (B · T) tensor."""
-        return self.B * self.T
 
 
 class Norm(NamedTuple):
@@ -80,8 +63,7 @@ class Saved(NamedTuple):
 
     attention: AttentionStep
     middle: Joined
-    u_NF: Tensor
-    a_NF: Tensor
+    hidden: Hidden
 
 
 class JoinGradients(NamedTuple):
@@ -129,8 +111,8 @@ def join_backward(
 ) -> JoinGradients:
     """The gradients of `join_forward`; dr takes `dresidual_NC`'s memory where there is one."""
     N, C = dh_NC.shape
-    sums = 1 + (weights.bias_C is not None) + branch_bias
-    partials = dh_NC.new_empty(norm.partial_rows(N, C, dh_NC), sums * C, dtype=torch.float32)
+    columns = 1 + (weights.bias_C is not None) + branch_bias
+    partials = dh_NC.new_empty(norm.partial_rows(N, C, dh_NC), columns * C, dtype=torch.float32)
     dropped = shape.p > 0
     dr_NC = torch.empty_like(dh_NC) if dresidual_NC is None else dresidual_NC
     dbranch_NC = torch.empty_like(dh_NC) if dropped else dr_NC
@@ -140,16 +122,10 @@ def join_backward(
         dbranch_NC=dbranch_NC if dropped else None, T=shape.T, p=shape.p,
         dropout=shape.dropout if dropped else None, site=site,
     )  # fmt: skip
-    small = list(_sums(partials).split(C))
+    small = list(sums(partials).split(C))
     dweight_C = small.pop(0)
     dbias_C = small.pop(0) if weights.bias_C is not None else None
     return JoinGradients(dr_NC, dbranch_NC, dweight_C, dbias_C, small[0] if branch_bias else None)
-
-
-def _sums(partials_PW: Tensor) -> Tensor:
-    out_W = partials_PW.new_empty(partials_PW.shape[1])
-    column_sums_raw(partials_PW, out_W, accumulate=False)
-    return out_W
 
 
 def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
@@ -157,32 +133,36 @@ def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Ten
     return torch.nn.functional.linear(x_NK, weight_MK, bias_M)
 
 
+def weight_gradient(dy_NM: Tensor, x_NK: Tensor) -> Tensor:
+    """dyᵀ x (M, K) in the storage dtype, accumulated in fp32."""
+    return dy_NM.t() @ x_NK
+
+
 def block_forward(
     config: DecoderConfig,
     shape: Shape,
+    choices: Choices,
     weights: BlockWeights,
     first: Joined,
     last_norm: Norm,
     sites: tuple[int, int, int],
-    attention_impl: str,
 ) -> tuple[Saved, Joined]:
     """From a block's input join to the next one's."""
     qkv_NQ = linear(first.h_NC, weights.qkv_QC, weights.qkv_bias_Q)
-    attention = AttentionStep(config, attention_impl, shape.B, shape.T, shape.p, shape.dropout, sites[0])
+    attention = ATTENTION[choices.attention](config, shape, sites[0])
     mixed_NM = attention.forward(qkv_NQ, weights.relative_RD)
     branch_NC = linear(mixed_NM, weights.out_CM)
     middle = join_forward(config, shape, branch_NC, first.r_NC, weights.out_bias_C, weights.norm_2, sites[1])
-    u_NF = linear(middle.h_NC, weights.up_FC)
-    a_NF = torch.empty_like(u_NF)
-    activation.bias_gelu_forward_raw(u_NF, weights.up_bias_F, a_NF, kind=config.gelu)
-    branch_NC = linear(a_NF, weights.down_CF)
+    hidden = hidden_forward(middle.h_NC, weights.up_FC, weights.up_bias_F, config.gelu, choices.mlp)
+    branch_NC = linear(hidden.a_NF, weights.down_CF)
     last = join_forward(config, shape, branch_NC, middle.r_NC, weights.down_bias_C, last_norm, sites[2])
-    return Saved(attention, middle, u_NF, a_NF), last
+    return Saved(attention, middle, hidden), last
 
 
 def block_backward(
     config: DecoderConfig,
     shape: Shape,
+    choices: Choices,
     weights: BlockWeights,
     first: Joined,
     saved: Saved,
@@ -194,22 +174,18 @@ def block_backward(
 
     The gradients of `norm_1` and of `down_bias_C` belong to the joins at the block's ends; the stack has them.
     """
-    grads: dict[str, Tensor | None] = {"down_CF": dbranch_NC.t() @ saved.a_NF}
-    da_NF = dbranch_NC @ weights.down_CF
-    partials = None
-    if weights.up_bias_F is not None:
-        rows = activation.partial_rows(da_NF.shape[0], da_NF.shape[1], da_NF)
-        partials = da_NF.new_empty(rows, da_NF.shape[1], dtype=torch.float32)
-    activation.bias_gelu_backward_raw(da_NF, saved.u_NF, weights.up_bias_F, da_NF, partials, kind=config.gelu)
-    grads["up_bias_F"] = None if partials is None else _sums(partials)
-    grads["up_FC"] = da_NF.t() @ saved.middle.h_NC
+    grads: dict[str, Tensor | None] = {"down_CF": weight_gradient(dbranch_NC, saved.hidden.a_NF)}
+    du_NF, grads["up_bias_F"] = hidden_backward(
+        dbranch_NC, weights.down_CF, saved.hidden, weights.up_bias_F, config.gelu, choices.mlp
+    )
+    grads["up_FC"] = weight_gradient(du_NF, saved.middle.h_NC)
     joined = join_backward(
-        config, shape, da_NF @ weights.up_FC, dresidual_NC, saved.middle, weights.norm_2,
+        config, shape, du_NF @ weights.up_FC, dresidual_NC, saved.middle, weights.norm_2,
         weights.out_bias_C is not None, sites[1],
     )  # fmt: skip
     grads |= {"norm_2.weight_C": joined.dweight_C, "norm_2.bias_C": joined.dbias_C, "out_bias_C": joined.dbranch_bias_C}
-    grads["out_CM"] = joined.dbranch_NC.t() @ saved.attention.mixed_NM
+    grads["out_CM"] = weight_gradient(joined.dbranch_NC, saved.attention.mixed_NM)
     dqkv_NQ, grads["relative_RD"] = saved.attention.backward(joined.dbranch_NC @ weights.out_CM)
-    grads["qkv_QC"] = dqkv_NQ.t() @ first.h_NC
+    grads["qkv_QC"] = weight_gradient(dqkv_NQ, first.h_NC)
     grads["qkv_bias_Q"] = None if weights.qkv_bias_Q is None else dqkv_NQ.sum(0, dtype=torch.float32)
     return dqkv_NQ @ weights.qkv_QC, joined.dr_NC, grads

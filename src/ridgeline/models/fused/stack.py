@@ -9,15 +9,16 @@ from torch import Tensor
 
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.decoder import EMBEDDING_SITE, Block, Decoder, dropout_sites
+from ridgeline.models.fused.attention import Shape
 from ridgeline.models.fused.block import (
     BlockWeights,
     Norm,
-    Shape,
     block_backward,
     block_forward,
     join_backward,
     join_forward,
 )
+from ridgeline.models.fused.choices import Choices, choose
 from ridgeline.ops.dropout import DropoutState
 
 
@@ -59,21 +60,23 @@ def _unflatten(flat: tuple[Tensor | None, ...]) -> tuple[list[BlockWeights], Nor
 
 class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, config: DecoderConfig, shape: Shape, impl: str, x_NC: Tensor, *flat: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, config: DecoderConfig, shape: Shape, choices: Choices, x_NC: Tensor, *flat: Tensor | None
+    ) -> Tensor:
         blocks, final = _unflatten(flat)
         joined = join_forward(config, shape, x_NC, None, None, blocks[0].norm_1, EMBEDDING_SITE, in_place=False)
         ctx.joins, ctx.saved = [joined], []
         for layer, weights in enumerate(blocks):
             last_norm = blocks[layer + 1].norm_1 if layer + 1 < len(blocks) else final
-            saved, joined = block_forward(config, shape, weights, joined, last_norm, dropout_sites(layer), impl)
+            saved, joined = block_forward(config, shape, choices, weights, joined, last_norm, dropout_sites(layer))
             ctx.joins.append(joined)
             ctx.saved.append(saved)
-        ctx.config, ctx.shape, ctx.flat = config, shape, flat
+        ctx.config, ctx.shape, ctx.choices, ctx.flat = config, shape, choices, flat
         return joined.h_NC
 
     @staticmethod
     def backward(ctx: Any, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
-        config, shape = ctx.config, ctx.shape
+        config, shape, choices = ctx.config, ctx.shape, ctx.choices
         blocks, final = _unflatten(ctx.flat)
         norms = [*(block.norm_1 for block in blocks), final]
         grads: list[dict[str, Tensor | None]] = [{} for _ in norms]
@@ -88,7 +91,15 @@ class _Stack(torch.autograd.Function):
             grads[index] |= {"norm_1.weight_C": joined.dweight_C, "norm_1.bias_C": joined.dbias_C}
             grads[layer]["down_bias_C"] = joined.dbranch_bias_C
             dh_NC, dresidual_NC, mine = block_backward(
-                config, shape, weights, ctx.joins[layer], ctx.saved[layer], joined.dbranch_NC, joined.dr_NC, sites
+                config,
+                shape,
+                choices,
+                weights,
+                ctx.joins[layer],
+                ctx.saved[layer],
+                joined.dbranch_NC,
+                joined.dr_NC,
+                sites,
             )
             grads[layer] |= mine
             ctx.saved[layer] = ctx.joins[index] = None  # freed: no earlier layer reads them
@@ -104,6 +115,7 @@ def fused_stack(decoder: Decoder, x_BTC: Tensor, dropout: DropoutState | None) -
     B, T, C = x_BTC.shape
     config = decoder.config
     shape = Shape(B, T, config.dropout if decoder.training else 0.0, dropout)
+    choices = choose(config, x_BTC.device, x_BTC.dtype, T)
     flat = _flatten([block_weights(block) for block in decoder.blocks], _norm(decoder.norm))  # type: ignore[arg-type]
-    h_NC = _Stack.apply(config, shape, "reference", x_BTC.reshape(B * T, C), *flat)
+    h_NC = _Stack.apply(config, shape, choices, x_BTC.reshape(B * T, C), *flat)
     return h_NC.view(B, T, C)

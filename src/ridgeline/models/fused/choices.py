@@ -1,0 +1,50 @@
+"""Which implementation each part of a fused block uses: decided once from config, device and dtype, and printable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ridgeline.models.config import DecoderConfig
+from ridgeline.ops import linear
+from ridgeline.ops.attention import short
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Implementations by part of the block.
+
+    Attributes:
+        attention: "cuda" (short windows, Hopper) or "reference" (explicit, differentiated by autograd).
+        mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
+    """
+
+    attention: str
+    mlp: str
+
+
+def attention_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> str | None:
+    """Why the short-window kernels cannot serve this decoder, or None."""
+    probe = torch.empty(1, T, config.qkv_width, device=device, dtype=dtype)
+    q, k, v = split_heads(config, probe)
+    table = None
+    if config.positions == "relative":
+        table = torch.empty(config.table_rows, config.head_dim, device=device, dtype=dtype)
+    return short.unsupported(q, k, v, table)
+
+
+def split_heads(config: DecoderConfig, qkv_BTQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of the joint projection (B, T, (H + 2 G) · D): q (B, T, H, D), k and v (B, T, G, D)."""
+    B, T, _ = qkv_BTQ.shape
+    D = config.head_dim
+    heads = qkv_BTQ.view(B, T, config.heads + 2 * config.groups, D)
+    q, k, v = heads.split([config.heads, config.groups, config.groups], dim=2)
+    return q, k, v
+
+
+def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> Choices:
+    """The fastest implementations that can run here, by measurement on an H200."""
+    fast_attention = attention_missing(config, device, dtype, T) is None
+    hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
+    return Choices("cuda" if fast_attention else "reference", "cuda" if hopper else "torch")
