@@ -20,7 +20,7 @@ from ridgeline.errors import UnsupportedError
 from ridgeline.hardware import card
 from ridgeline.models import Category, DecoderConfig, Head, LanguageConfig, ModelConfig, PolicyConfig
 from ridgeline.presets import preset
-from ridgeline.records import Record
+from ridgeline.records import Record, to_json
 
 B, T, L = 3, 20, 2
 POLICY = PolicyConfig(
@@ -241,6 +241,7 @@ def test_json_record_and_table() -> None:
     assert values["profiled"]["idle_s"] == pytest.approx(0.5e-3)
     record = result.to_record()
     assert isinstance(record, Record)
+    assert to_json(record)["kind"] == "explain"  # the schema takes it
     assert record.contenders[0].tokens_per_s == pytest.approx(131_072 / 0.0744)
     assert {op.name for op in record.ops} == {"qkv", UNMAPPED}
     console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115

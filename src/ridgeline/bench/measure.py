@@ -25,7 +25,7 @@ from ridgeline.bench.timing import Timing, summarise, time_steps, warm_up
 from ridgeline.bench.trace import Kernel, Occupation, occupation, read_trace
 from ridgeline.bench.workloads import Workload, random_batch
 from ridgeline.cost import PHASES, Phase, mfu
-from ridgeline.errors import UnsupportedError
+from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import Ceilings, load_ceilings, measure_ceilings, read_driver, resolve, save_ceilings
 from ridgeline.models import ModelConfig
 from ridgeline.records import ContenderResult, OpResult, Record
@@ -280,7 +280,12 @@ def measure_preset(
         warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
         return lambda: run(data)
 
-    step = ready(build_step(contender, work, device))
+    try:
+        step = ready(build_step(contender, work, device))
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"batch={case.batch} does not fit {spec.name} under the engine {engine}; make the batch smaller"
+        ) from error
     timing = summarise(time_steps(step, TIMED_STEPS, device))
     peak = torch.cuda.max_memory_allocated(device)
     kernels = read_trace(profile(step, steps))
