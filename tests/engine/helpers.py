@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ridgeline.engine import FlatParameters
 from ridgeline.models import Category, DecoderConfig, Head, LanguageConfig, PolicyConfig
 
 LANGUAGE = LanguageConfig(decoder=DecoderConfig(layers=1, width=16, heads=2, context=8, dropout=0.2), vocabulary=11)
@@ -63,3 +64,9 @@ class Stranger(nn.Module):
 
 def stranger_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(batch["tokens"], batch["targets"])[1]
+
+
+def gather(flat: FlatParameters, gradients: list[Tensor | None], *, add: bool = False) -> None:
+    """A pass of the first lane whose gradients autograd gave."""
+    flat.lanes[0].begin(add=add)
+    flat.lanes[0].gather(gradients)

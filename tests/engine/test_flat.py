@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.helpers import Stranger, language_batch, stranger_loss
+from engine.helpers import Stranger, gather, language_batch, stranger_loss
 from ridgeline.engine import FlatParameters
-from ridgeline.engine.flat import ALIGN
+from ridgeline.engine.slots import ALIGN
 from ridgeline.errors import CheckpointError, ConfigError
 
 
@@ -78,14 +78,14 @@ def test_gather_writes_and_adds_in_fp32():
     model = nn.Linear(3, 2)
     flat = FlatParameters(model, compute=torch.bfloat16)
     weight, bias = torch.randn(3, 2).bfloat16().t(), torch.randn(2).bfloat16()  # one transposed, as products give it
-    flat.gather([weight, bias], accumulate=False)
-    flat.gather([weight, bias], accumulate=True)
+    gather(flat, [weight, bias])
+    gather(flat, [weight, bias], add=True)
     views = flat.views(flat.grad)
     assert torch.equal(views["weight"], 2 * weight.float())
     assert torch.equal(views["bias"], 2 * bias.float())
-    flat.gather([weight, None], accumulate=True)
+    gather(flat, [weight, None], add=True)
     assert torch.equal(views["bias"], 2 * bias.float())
-    flat.gather([weight, None], accumulate=False)
+    gather(flat, [weight, None])
     assert torch.equal(views["bias"], torch.zeros(2))
     inside = torch.zeros(flat.size, dtype=torch.bool)
     for slot in flat.slots:

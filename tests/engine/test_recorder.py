@@ -61,6 +61,15 @@ def test_replays_equal_the_calls(task, precision):
     assert metrics[-1].loss < metrics[0].loss
 
 
+def test_two_lanes_replay():
+    batches = [language_batch(i) for i in range(STEPS)]
+    plain, replayed = (
+        train(build(LANGUAGE, impl="reference", seed=3), batches, capture=capture, lanes=2)
+        for capture in (False, Recorder())
+    )
+    assert differences(plain, replayed) == []
+
+
 def test_dropout_masks_differ_between_replays():
     # learning rate ~0 and one batch: only the masks can change the loss
     step = TrainStep(

@@ -49,13 +49,14 @@ def test_trains_as_a_pytorch_loop_does():
             torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
-def test_accumulation_equals_the_whole_batch_with_missing_targets():
+@pytest.mark.parametrize("cut", [{"accumulate": 3}, {"lanes": 3}, {"accumulate": 3, "lanes": 2}])
+def test_a_cut_batch_equals_the_whole_with_missing_targets(cut):
     batch = language_batch(batch=6)
     batch["targets"][0] = -100  # parts with unequal numbers of targets
     batch["targets"][1, :5] = -100
     whole, parts = (
-        TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, precision="fp32", accumulate=n, seed=4)
-        for n in (1, 3)
+        TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, precision="fp32", seed=4, **how)
+        for how in ({}, cut)
     )
     for _ in range(5):
         whole(batch)

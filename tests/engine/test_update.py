@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.helpers import gather
 from ridgeline.engine import FlatParameters, LossScale, Update
 from ridgeline.engine.update import RING
 from ridgeline.errors import CheckpointError, ConfigError, UnsupportedError
@@ -37,8 +38,8 @@ def test_equals_clip_and_adamw_of_pytorch():
         rate = learning_rate(CONFIG, step, step / 20)
         set_learning_rate(optimizer, rate)
         optimizer.step()
-        flat.gather([gradients[slot.name] for slot in flat.slots], accumulate=False)
-        flat.loss.fill_(step)
+        gather(flat, [gradients[slot.name] for slot in flat.slots])
+        flat.lanes[0].loss.fill_(step)
         update()
         reported = update.metrics(step)[0]
         assert reported.norm == pytest.approx(float(norm), rel=1e-6)
@@ -52,7 +53,7 @@ def test_equals_clip_and_adamw_of_pytorch():
 def test_padding_stays_zero():
     flat, update = flat_and_update()
     for _ in range(3):
-        flat.gather([torch.randn(slot.shape) for slot in flat.slots], accumulate=False)
+        gather(flat, [torch.randn(slot.shape) for slot in flat.slots])
         update()
     inside = torch.zeros(flat.size, dtype=torch.bool)
     for slot in flat.slots:
@@ -64,13 +65,13 @@ def test_padding_stays_zero():
 @pytest.mark.parametrize("poison", ["gradient", "loss"])
 def test_a_step_that_is_not_finite_changes_no_weight(poison):
     flat, update = flat_and_update()
-    flat.gather([torch.randn(slot.shape) for slot in flat.slots], accumulate=False)
+    gather(flat, [torch.randn(slot.shape) for slot in flat.slots])
     update()
     before = [tensor.clone() for tensor in (flat.masters, update.first, update.second, update.applied)]
     if poison == "gradient":
         flat.grad[3] = float("inf")
     else:
-        flat.loss.fill_(float("nan"))
+        flat.lanes[0].loss.fill_(float("nan"))
     update()
     update()
     assert all(
@@ -79,8 +80,8 @@ def test_a_step_that_is_not_finite_changes_no_weight(poison):
     )
     assert update.skipped.tolist() == [2, 2]
     assert [m.skipped for m in update.metrics()] == [False, True, True]
-    flat.gather([torch.ones(slot.shape) for slot in flat.slots], accumulate=False)
-    flat.loss.fill_(1.0)
+    gather(flat, [torch.ones(slot.shape) for slot in flat.slots])
+    flat.lanes[0].loss.fill_(1.0)
     update()
     assert update.skipped.tolist() == [2, 0]
     assert float(update.applied) == 2
@@ -93,8 +94,8 @@ def test_loss_scale_grows_and_backs_off_and_gradients_are_unscaled():
     seen = []
     for step in range(4):
         gradients = [torch.full(slot.shape, 0.1 * (step + 1)) for slot in flat.slots]
-        flat.gather([g * update.loss_scale for g in gradients], accumulate=False)
-        plain.gather(gradients, accumulate=False)
+        gather(flat, [g * update.loss_scale for g in gradients])
+        gather(plain, gradients)
         update()
         unscaled()
         seen.append(float(update.loss_scale))
@@ -125,7 +126,7 @@ def test_rate_beyond_the_schedule_is_its_last():
 def test_the_ring_holds_the_last_steps():
     flat, update = flat_and_update()
     for step in range(RING + 5):
-        flat.loss.fill_(step)
+        flat.lanes[0].loss.fill_(step)
         update()
     metrics = update.metrics()
     assert [m.step for m in metrics] == list(range(5, RING + 5))
@@ -136,7 +137,7 @@ def test_the_ring_holds_the_last_steps():
 def test_state_goes_to_another_layout_and_back():
     flat, update = flat_and_update(seed=9)
     for _ in range(3):
-        flat.gather([torch.randn(slot.shape) for slot in flat.slots], accumulate=False)
+        gather(flat, [torch.randn(slot.shape) for slot in flat.slots])
         update()
     state = update.state_dict()
     other = FlatParameters(model(), compute=torch.bfloat16, decays=lambda name, p: name == "1.bias")
@@ -172,9 +173,9 @@ def test_the_kernels_do_what_pytorchs_operations_do(precision):
         if step == 3:
             gradients[0][0] = float("inf")
         for flat, update in zip(flats, (plain, kernels), strict=True):
-            flat.gather([g * float(update.loss_scale) * 0.75 for g in gradients], accumulate=False)
-            flat.loss.fill_(float("nan") if step == 5 else 0.75 * step)
-            flat.weight.fill_(0.75)
+            gather(flat, [g * float(update.loss_scale) * 0.75 for g in gradients])
+            flat.lanes[0].loss.fill_(float("nan") if step == 5 else 0.75 * step)
+            flat.lanes[0].weight.fill_(0.75)
             update()
     for a, b in zip(plain.state(), kernels.state(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)

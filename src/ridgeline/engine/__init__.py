@@ -5,8 +5,9 @@ step in one CUDA graph with its schedule, counters and seeds on the device.
 """
 
 from ridgeline.engine.distributed import Replicas
-from ridgeline.engine.flat import FlatParameters, matrices_decay
+from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.precision import PRECISIONS, Precision, find_precision
+from ridgeline.engine.slots import matrices_decay
 from ridgeline.engine.step import TrainStep
 from ridgeline.engine.update import LossScale, StepMetrics, Update
 

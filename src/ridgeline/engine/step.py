@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from ridgeline.engine.capture import Capture, CudaCapture, Program, reason
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.feed import Feed, Signature, signature, tensors_of
-from ridgeline.engine.flat import Decays, FlatParameters, matrices_decay
+from ridgeline.engine.flat import FlatParameters
+from ridgeline.engine.passes import Cut, Passes
 from ridgeline.engine.precision import find_precision
+from ridgeline.engine.slots import Decays, matrices_decay
 from ridgeline.engine.update import LossScale, StepMetrics, Update
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
 from ridgeline.models.language import IGNORE
@@ -51,6 +53,7 @@ class TrainStep:
         steps: length of the schedule; None for a rate that stays at `optimizer.lr` or follows `set_rate`.
         precision: fp32, tf32, bf16, fp16 (copies of fp32 masters), bf16-autocast or fp16-autocast.
         accumulate: micro-batches a batch is split into; gradients are summed in fp32.
+        lanes: pieces of a micro-batch that run beside each other on streams of their own.
         weight: weight(part of a batch) → scalar tensor, what share of the part's items its loss is a mean of, where
             that differs between parts; None takes parts as equal. For `model.loss` it is the targets that are not −100.
         capture: one CUDA graph a step; None for wherever there is a CUDA device. A `Capture` replaces the CUDA one.
@@ -75,6 +78,7 @@ class TrainStep:
         steps: int | None = None,
         precision: str = "bf16",
         accumulate: int = 1,
+        lanes: int = 1,
         weight: Callable[[Any], Tensor] | None = None,
         capture: bool | Capture | None = None,
         compile: str | None = None,
@@ -84,32 +88,44 @@ class TrainStep:
         scale: LossScale | None = None,
         bad_steps: int = 20,
     ) -> None:
-        if accumulate < 1 or bad_steps < 1:
-            raise ConfigError(f"accumulate and bad_steps must be at least 1, got {accumulate} and {bad_steps}")
+        if min(accumulate, lanes, bad_steps) < 1:
+            raise ConfigError(f"accumulate, lanes and bad_steps must be at least 1, got {accumulate, lanes, bad_steps}")
         if loss is None and not callable(getattr(model, "loss", None)):
             raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
-        self.model, self.accumulate, self.bad_steps = model, accumulate, bad_steps
+        self.model, self.bad_steps = model, bad_steps
         self.precision = find_precision(precision)
         self.replicas = Replicas() if replicas is None else replicas
-        self.flat = FlatParameters(model, compute=self.precision.compute, decays=decays)
+        self.flat = FlatParameters(model, compute=self.precision.compute, decays=decays, lanes=lanes)
         self.replicas.same(self.flat.masters)
         self.flat.refresh()
         scaling = (scale or LossScale()) if self.precision.scaled else None
-        alone = accumulate * self.replicas.world == 1
-        self._weight = None if alone else weight or (_targets_that_count if loss is None else None)
+        whole = accumulate * lanes * self.replicas.world == 1
+        if whole or (weight is None and loss is None):
+            weight = None if whole else _targets_that_count
         self.update = Update(
             self.flat,
             optimizer or OptimizerConfig(),
             steps=steps,
-            weighted=self._weight is not None,
+            weighted=weight is not None,
             scale=scaling,
             seed=seed,
         )
         self.device = self.flat.device
         self._user_loss = loss
-        self._loss = self._call_loss
+        call = self._call_loss
         if compile is not None:
-            self._loss = torch.compile(self._call_loss, mode=compile, dynamic=False)
+            call = torch.compile(self._call_loss, mode=compile, dynamic=False)
+        self.cut = Cut(
+            accumulate=accumulate, lanes=lanes, rank=self.replicas.rank, world=self.replicas.world, weight=weight
+        )
+        self.passes = Passes(
+            call,
+            self.flat,
+            self.precision,
+            self.cut,
+            seed_step=self.update.seed_step,
+            loss_scale=self.update.loss_scale,
+        )
         self._capture = self._choose_capture(capture)
         self._shapes: dict[tuple[Signature, bool], tuple[Feed, Program]] = {}
         self._last: Feed | None = None
@@ -128,46 +144,10 @@ class TrainStep:
             return self._user_loss(self.model, batch)
         return self.model.loss(batch, dropout)  # type: ignore[operator]
 
-    def _forward_backward(self, feed: Feed, part: int) -> None:
-        """Gradients and loss of one micro-batch into the flat buffer."""
-        convert = None if self.precision.compute == torch.float32 else self.precision.compute
-        batch = feed.batch(part, self.accumulate, convert)
-        micro = len(feed.static[0]) // self.accumulate
-        offset = (self.replicas.rank * self.accumulate + part) * micro
-        share = self._share(batch)
-        with self.flat.swapped(), self.precision.products(), torch.enable_grad():
-            with self.precision.forward(self.device):
-                loss = self._loss(batch, DropoutState(self.update.seed_step, offset))
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
-            target = loss.float().view(()) * share
-            if self.precision.scaled:
-                target = target * self.update.loss_scale.view(())
-            gradients = torch.autograd.grad(target, self.flat.leaves, allow_unused=True)
-        self.flat.gather(gradients, accumulate=part > 0)
-        with torch.no_grad():
-            self._note(
-                target.detach() / self.update.loss_scale if self.precision.scaled else target.detach(), share, part
-            )
-
-    def _share(self, batch: Any) -> Tensor | float:
-        """The part's weight in the mean over all parts and processes; with a count, up to a common factor."""
-        equal = 1.0 / (self.accumulate * self.replicas.world)
-        return equal if self._weight is None else self._weight(batch).float() * equal
-
-    def _note(self, loss: Tensor, share: Tensor | float, part: int) -> None:
-        """Adds a part's weighted loss and its weight to their slots; a part without a target has no loss."""
-        if isinstance(share, Tensor):
-            loss = torch.where(share > 0, loss, 0.0)
-            self.flat.weight.copy_(share.view(1)) if part == 0 else self.flat.weight.add_(share.view(1))
-        self.flat.loss.copy_(loss.view(1)) if part == 0 else self.flat.loss.add_(loss.view(1))
-
     def _program(self, feed: Feed) -> Program:
         def run() -> None:
-            for part in range(self.accumulate):
-                self._forward_backward(feed, part)
-            self.replicas.sum(self.flat.grad[: self.flat.size + 2])
+            self.passes(feed)
+            self.replicas.sum(self.flat.lanes[0].carried)
             self.update()
 
         return run
@@ -186,8 +166,11 @@ class TrainStep:
     def _prepare(self, leaves: list[Tensor], spec: Any) -> tuple[Feed, Program]:
         """Static buffers and program for a new batch shape."""
         shapes = ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
-        if len(leaves[0]) % self.accumulate:
-            raise ConfigError(f"accumulate={self.accumulate} does not divide a batch of {len(leaves[0])} samples")
+        if len(leaves[0]) % self.cut.pieces:
+            raise ConfigError(
+                f"accumulate={self.cut.accumulate} times lanes={self.cut.lanes} does not divide a batch of "
+                f"{len(leaves[0])} samples"
+            )
         if len(self._shapes) == MAX_SHAPES:
             raise ConfigError(f"more than {MAX_SHAPES} batch shapes ({shapes} is new); pad batches to fewer shapes")
         if self._shapes:
@@ -285,18 +268,20 @@ class TrainStep:
 
         stream = self._capture.stream if isinstance(self._capture, CudaCapture) else None
         handles = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules()]
-        compiled, self._loss = self._loss, self._call_loss
+        compiled, self.passes.loss = self.passes.loss, self._call_loss
         try:
             with self._undone(), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-                for part in range(self.accumulate):
-                    self._forward_backward(self._last, part)
-                    if found:
-                        return found[0]
-                    for name, view in self.flat.views(self.flat.grad).items():
-                        if not bool(torch.isfinite(view).all()):
-                            return f"gradient of {name}"
+                for part in range(self.cut.accumulate):
+                    for lane in range(self.cut.lanes):
+                        target = self.passes.forward(self._last, part, lane)
+                        if found:
+                            return found[0]
+                        self.passes.backward(target, part, lane)
+                        for name, view in self.flat.views(self.flat.lanes[lane].buffer).items():
+                            if not bool(torch.isfinite(view).all()):
+                                return f"gradient of {name}"
         finally:
-            self._loss = compiled
+            self.passes.loss = compiled
             for handle in handles:
                 handle.remove()
         return "none; the batch of the bad steps was another one"

@@ -121,8 +121,8 @@ class Update:
             applied=self.applied,
             skipped=self.skipped,
             ring=self.ring,
-            loss=flat.loss,
-            weight=flat.weight if self.weighted else None,
+            loss=flat.lanes[0].loss,
+            weight=flat.lanes[0].weight if self.weighted else None,
             loss_scale=self.loss_scale if self.scale else None,
             growth=self._growth if self.scale else None,
         )
@@ -164,8 +164,8 @@ class Update:
         flat, config = self.flat, self.config
         step = self.seed_step[1:]
         lr = self._rates.index_select(0, step.clamp(max=len(self._rates) - 1))
-        divisor = self.loss_scale * flat.weight if self.weighted else self.loss_scale
-        loss = flat.loss / flat.weight if self.weighted else flat.loss
+        divisor = self.loss_scale * flat.lanes[0].weight if self.weighted else self.loss_scale
+        loss = flat.lanes[0].loss / flat.lanes[0].weight if self.weighted else flat.lanes[0].loss
         norm = torch.linalg.vector_norm(flat.grad[: flat.size]).view(1) / divisor
         bad = (~torch.isfinite(norm + loss)).float()
         if config.clip > 0:

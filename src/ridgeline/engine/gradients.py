@@ -1,0 +1,86 @@
+"""The leaves that a module computes with in one lane, and the flat fp32 buffer that their gradients end up in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.engine.slots import ALIGN, Slot
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink
+
+
+class Gradients:
+    """One lane's leaves and gradients.
+
+    Args:
+        slots: the flat layout.
+        copies: flat buffer of the weights that the module computes with; the leaves are views of it.
+
+    Attributes:
+        leaves: parameters in the order of the slots, fresh, so that no autograd node of another stream hangs on them.
+        buffer: fp32[N + ALIGN], the gradients, then a slot for the loss and one for its weight.
+    """
+
+    def __init__(self, slots: Sequence[Slot], copies: Tensor) -> None:
+        self.slots, self.size = slots, copies.numel()
+        self.buffer = torch.zeros(self.size + ALIGN, device=copies.device)
+        self.leaves = [nn.Parameter(slot.of(copies)) for slot in slots]
+        self._sinks = [GradientSink(slot.of(self.buffer)) for slot in slots]
+        for leaf, sink in zip(self.leaves, self._sinks, strict=True):
+            setattr(leaf, ATTRIBUTE, sink)
+        self._scratch: Tensor | None = None
+
+    def begin(self, *, add: bool) -> None:
+        """Starts a pass that adds to the gradients of an earlier one, or replaces them."""
+        for sink in self._sinks:
+            sink.begin(add=add)
+
+    @torch.no_grad()
+    def gather(self, gradients: Sequence[Tensor | None]) -> None:
+        """Takes up what autograd gave, beside what ops have written into their sinks.
+
+        Args:
+            gradients: in the order of `leaves`, any dtype; None where there is none or its op has written it.
+        """
+        fresh: list[tuple[int, Tensor]] = []
+        for index, (sink, gradient) in enumerate(zip(self._sinks, gradients, strict=True)):
+            if gradient is None:
+                if not (sink.written or sink.add):
+                    sink.target.zero_()
+            elif sink.written or not gradient.is_contiguous():
+                sink.put(gradient)  # a strided tensor would send a whole list down the slow path
+            else:
+                fresh.append((index, gradient))
+        if not fresh:
+            return
+        if not self._sinks[0].add:
+            torch._foreach_copy_([self._sinks[i].target for i, _ in fresh], [g for _, g in fresh])
+        elif len(fresh) == len(self.slots):
+            self._add_all([gradient for _, gradient in fresh])
+        else:
+            for index, gradient in fresh:
+                self._sinks[index].put(gradient)
+
+    def _add_all(self, gradients: list[Tensor]) -> None:
+        """Adds a gradient to every slot with few launches: converted to fp32 side by side, then one sum."""
+        if self._scratch is None:
+            self._scratch = torch.zeros(self.size, device=self.buffer.device)
+        torch._foreach_copy_([slot.of(self._scratch) for slot in self.slots], gradients)
+        self.buffer[: self.size].add_(self._scratch)
+
+    @property
+    def loss(self) -> Tensor:
+        """fp32[1]: the loss, weighted."""
+        return self.buffer[self.size : self.size + 1]
+
+    @property
+    def weight(self) -> Tensor:
+        """fp32[1]: what loss and gradients are to be divided by."""
+        return self.buffer[self.size + 1 : self.size + 2]
+
+    @property
+    def carried(self) -> Tensor:
+        """Gradients, loss and weight: what is summed over lanes and processes."""
+        return self.buffer[: self.size + 2]

@@ -1,0 +1,142 @@
+"""Forward and backward of a whole batch: its parts one after another, its lanes beside each other.
+
+A batch is cut into `accumulate` parts, to save memory, and each part into `lanes` pieces that run on streams of their
+own, so that one piece's memory-bound kernels hide under another's products. Every piece knows the global number of
+its first sample, so dropout masks do not depend on how a batch is cut. Gradients are summed in fp32: within a lane in
+the order of the parts, then over the lanes in their order, so the sum is the same every time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.engine.feed import Feed
+from ridgeline.engine.flat import FlatParameters
+from ridgeline.engine.precision import Precision
+from ridgeline.errors import ConfigError
+from ridgeline.ops.dropout import DropoutState
+
+LossCall = Callable[[Any, DropoutState], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How a step's samples are cut.
+
+    Attributes:
+        accumulate: parts that run one after another.
+        lanes: pieces of a part that run beside each other.
+        rank: number of this process.
+        world: processes, each with a batch of the same size.
+        weight: weight(piece) → scalar tensor, what share of the piece's items its loss is a mean of; None for all.
+    """
+
+    accumulate: int = 1
+    lanes: int = 1
+    rank: int = 0
+    world: int = 1
+    weight: Callable[[Any], Tensor] | None = None
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of this process' batch."""
+        return self.accumulate * self.lanes
+
+
+class Passes:
+    """The first half of a step.
+
+    Args:
+        loss: loss(piece, dropout state) → scalar; reads the weights that are swapped in.
+        flat: leaves and gradient buffers, one a lane.
+        precision: of the forward pass.
+        cut: how the batch is cut.
+        seed_step: int64[2], seed and step of the dropout masks.
+        loss_scale: fp32[1].
+    """
+
+    def __init__(
+        self,
+        loss: LossCall,
+        flat: FlatParameters,
+        precision: Precision,
+        cut: Cut,
+        *,
+        seed_step: Tensor,
+        loss_scale: Tensor,
+    ) -> None:
+        self.loss, self.flat, self.precision, self.cut = loss, flat, precision, cut
+        self.seed_step, self.loss_scale = seed_step, loss_scale
+        self._streams: list[torch.cuda.Stream] = []
+        if flat.device.type == "cuda":
+            self._streams = [torch.cuda.Stream(flat.device) for _ in range(cut.lanes - 1)]
+
+    def __call__(self, feed: Feed) -> None:
+        """Gradients, loss and weight of the batch in `feed`, in the first lane's buffer."""
+        for part in range(self.cut.accumulate):
+            self._fork()
+            targets = []
+            for lane in range(self.cut.lanes):
+                with self._in(lane):
+                    targets.append(self.forward(feed, part, lane))
+            for lane in range(self.cut.lanes):
+                with self._in(lane):
+                    self.backward(targets[lane], part, lane)
+            del targets
+            self._join()
+        self.flat.merge()
+
+    def _in(self, lane: int) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self._streams[lane - 1]) if lane and self._streams else contextlib.nullcontext()
+
+    def _fork(self) -> None:
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(self.flat.device))
+
+    def _join(self) -> None:
+        for stream in self._streams:
+            torch.cuda.current_stream(self.flat.device).wait_stream(stream)
+
+    def forward(self, feed: Feed, part: int, lane: int) -> Tensor:
+        """The piece's share of the step's loss, scaled, with its graph; notes the loss and its weight."""
+        convert = None if self.precision.compute == torch.float32 else self.precision.compute
+        number, pieces = part * self.cut.lanes + lane, self.cut.pieces
+        piece = feed.batch(number, pieces, convert)
+        samples = len(feed.static[0]) // pieces
+        dropout = DropoutState(self.seed_step, (self.cut.rank * pieces + number) * samples)
+        with self.flat.swapped(lane), self.precision.products(), torch.enable_grad():
+            with self.precision.forward(self.flat.device):
+                loss = self.loss(piece, dropout)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
+            target = self._weighted(loss.float().view(()), piece, part, lane)
+            return target * self.loss_scale.view(()) if self.precision.scaled else target
+
+    def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int) -> Tensor:
+        """The loss times its share of the whole batch; adds both to the lane's slots."""
+        gradients = self.flat.lanes[lane]
+        share: Tensor | float = 1.0 / (self.cut.pieces * self.cut.world)
+        if self.cut.weight is not None:
+            share = self.cut.weight(piece).float() * share
+        target = loss * share if isinstance(share, Tensor) or share != 1.0 else loss
+        with torch.no_grad():
+            noted = target.detach().view(1)
+            if isinstance(share, Tensor):
+                noted = torch.where(share > 0, noted, 0.0)  # a piece without a target has a loss of 0 / 0
+                gradients.weight.copy_(share.view(1)) if part == 0 else gradients.weight.add_(share.view(1))
+            gradients.loss.copy_(noted) if part == 0 else gradients.loss.add_(noted)
+        return target
+
+    def backward(self, target: Tensor, part: int, lane: int) -> None:
+        """Gradients of the lane's leaves into its buffer."""
+        gradients = self.flat.lanes[lane]
+        gradients.begin(add=part > 0)
+        with self.flat.swapped(lane), self.precision.products():
+            gradients.gather(torch.autograd.grad(target, gradients.leaves, allow_unused=True))
