@@ -18,6 +18,7 @@ SOURCE = Path(__file__).parent / "gemm_sm90.cu"
 SMEM_LIMIT = 227 * 1024
 THREADS = 384
 CHUNK_K = 64
+RESIDENT_K = 512  # 128 columns of B up to here leave room for the ring
 Epilogue = Literal["plain", "gelu", "residual", "derivative"]
 
 Segment = tuple[int, int, int, int]  # column unit + 65536 · row of partial sums, first row tile, step, count
@@ -27,25 +28,30 @@ class Config(NamedTuple):
     """A configuration of the kernel.
 
     Attributes:
-        tile_m, tile_n: a warpgroup's output tile.
+        tile_m, tile_n: what a warpgroup accumulates.
         resident: a block keeps its columns of B for a whole segment, so that only A streams.
+        cooperative: the warpgroups share tiles of 2 · tile_m rows instead of taking tiles in turn.
         cluster: 2 lets two blocks with neighbouring columns share one stream of A.
-        ordered: the warpgroups' products strictly take turns.
         stages: ring slots; 0 takes as many as fit, up to 8.
     """
 
     tile_m: int = 128
     tile_n: int = 128
     resident: bool = True
+    cooperative: bool = False
     cluster: int = 1
-    ordered: bool = False
     stages: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile as the ring feeds it."""
+        return self.tile_m * (2 if self.cooperative else 1)
 
     def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
         """Bytes of dynamic shared memory, alignment included."""
         b_bytes = self.tile_n * 128
-        slot = self.tile_m * 128 + (0 if self.resident else b_bytes)
-        panels = 4 * (self.tile_m // 64) * (self.tile_n // 64) if reads_c else 16
+        slot = self.rows * 128 + (0 if self.resident else b_bytes)
+        panels = self.rows * self.tile_n // 1024 if reads_c else 16
         return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 2 * 1024
 
     def fitted(self, k_chunks: int, reads_c: bool) -> Config:
@@ -126,8 +132,7 @@ def _plan(row_tiles: int, columns: int, cluster: int, device: torch.device) -> P
 def choose(M: int, N: int, K: int, epilogue: Epilogue) -> Config:
     """The configuration for a product of M × N × K."""
     small = -(-M // 128) * -(-N // 128) < 2 * 132
-    resident = (1024 if small else 512) >= K
-    return Config(tile_m=64 if small else 128, resident=resident)
+    return Config(tile_m=64 if small else 128, resident=K <= RESIDENT_K)
 
 
 def defines(
@@ -151,8 +156,8 @@ def defines(
         "STAGES": config.fitted(k_chunks, residual or derivative).stages,
         "K_CHUNKS": k_chunks,
         "RESIDENT": int(config.resident),
+        "COOPERATIVE": int(config.cooperative),
         "CLUSTER": config.cluster,
-        "ORDERED": int(config.ordered),
         "RL_FP16": int(dtype == torch.float16),
         "B_TRANSPOSED": int(transposed_b),
         "EPILOGUE": 3 if derivative else 2 if residual else 1 if gelu else 0,
@@ -207,9 +212,9 @@ def gemm(
     )
     kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiiIIfii")
     columns = -(-N // config.tile_n)
-    plan = _plan(-(-M // config.tile_m), -(-columns // config.cluster), config.cluster, a_MK.device)
+    plan = _plan(-(-M // config.rows), -(-columns // config.cluster), config.cluster, a_MK.device)
     panel = (16, 64)
-    map_a = cuda.tensor_map(a_MK, (config.tile_m // config.cluster, CHUNK_K))
+    map_a = cuda.tensor_map(a_MK, (config.rows // config.cluster, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     map_d = cuda.tensor_map(out_MN, panel)
     reads = residual_MN if gelu_input_MN is None else gelu_input_MN

@@ -1,15 +1,16 @@
 // D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a: 16-bit operands, fp32 accumulators, any M, K and N multiples of 8.
 //
 // One producer warp feeds shared memory through the bulk copy engine; two consumer warpgroups take whole output tiles in
-// turn, so that one's epilogue runs under the other's products. A block keeps its columns of B (RESIDENT) and walks down
+// turn, so that one's epilogue runs under the other's products (or, COOPERATIVE, halves of one tile at a time, which
+// loads less where K is long and the epilogue a small part). A block keeps its columns of B (RESIDENT) and walks down
 // the rows of A, so that only A streams; a pair of blocks with neighbouring columns shares one stream (CLUSTER 2).
 //
 // Macros (a configuration is a set of them, see gemm.py):
-//   TILE_M 64 or 128, TILE_N 64, 128 or 256: a warpgroup's output tile. STAGES: ring slots of 64 columns of K.
+//   TILE_M 64 or 128, TILE_N 64, 128 or 256: what a warpgroup accumulates. STAGES: ring slots of 64 columns of K.
 //   K_CHUNKS: ceil(K / 64). RESIDENT: B stays for a whole segment. B_TRANSPOSED: B is given as [K, N].
 //   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   2 D = C + dropout(acc + bias)
 //             3 D = acc · gelu'(C), with column sums of D
-//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2), ORDERED (products strictly in turn).
+//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2).
 #include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
 #include "ridgeline/hopper.cuh"
@@ -18,7 +19,8 @@ using namespace rl;
 
 constexpr int BLOCK_K = 64, ROW_BYTES = 128;              // a ring slot's rows are 64 values: one swizzle span
 constexpr int M_BLOCKS = TILE_M / 64, N_HALVES = TILE_N / 64;
-constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES;
+constexpr int BLOCK_M = COOPERATIVE ? 2 * TILE_M : TILE_M;  // rows of the tile that the ring feeds
+constexpr int A_BYTES = BLOCK_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES;
 constexpr int SLOT_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 constexpr int RESIDENT_BYTES = RESIDENT ? K_CHUNKS * B_BYTES : 0;
 constexpr int PANEL_BYTES = 16 * ROW_BYTES;               // 16 rows × 64 columns of output: a warp's unit of work
@@ -27,7 +29,7 @@ constexpr bool READS_C = EPILOGUE >= 2;
 constexpr int BARRIER_BYTES = 1024;
 // dynamic shared memory, from a 1024-byte boundary: resident B, ring, panels, barriers
 constexpr int RING = RESIDENT_BYTES, PANEL_POOL = RING + STAGES * SLOT_BYTES;
-constexpr int POOL_PANELS = READS_C ? 4 * PANELS : 2 * 4 * 2;
+constexpr int POOL_PANELS = READS_C ? (COOPERATIVE ? 8 : 4) * PANELS : 2 * 4 * 2;
 constexpr int BARRIERS = PANEL_POOL + POOL_PANELS * PANEL_BYTES;
 
 struct Barriers {
@@ -36,8 +38,10 @@ struct Barriers {
   RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
   RL_D u32 b_full(int chunk) const { return base + 8 * (2 * STAGES + chunk); }
   RL_D u32 b_free() const { return base + 8 * (2 * STAGES + K_CHUNKS); }
-  RL_D u32 c_full(int warp, int panel) const { return base + 8 * (2 * STAGES + K_CHUNKS + 1 + warp * PANELS + panel); }
-  static constexpr int COUNT = 2 * STAGES + K_CHUNKS + 1 + 4 * PANELS;
+  RL_D u32 c_full(int group, int warp, int panel) const {
+    return base + 8 * (2 * STAGES + K_CHUNKS + 1 + (group * 4 + warp) * PANELS + panel);
+  }
+  static constexpr int COUNT = 2 * STAGES + K_CHUNKS + 1 + 8 * PANELS;
 };
 static_assert(PANELS % 2 == 0, "panels leave through two slots in turn");
 static_assert(8 * Barriers::COUNT <= BARRIER_BYTES, "barriers overflow");
@@ -52,7 +56,7 @@ struct Tiles {
   RL_D bool valid() const { return now.w > 0; }
   RL_D int column(u32 rank) const { return ((now.x & 0xffff) * CLUSTER + rank) * TILE_N; }
   RL_D int sums_row() const { return now.x >> 16; }
-  RL_D int row() const { return (now.y + index * now.z) * TILE_M; }
+  RL_D int row() const { return (now.y + index * now.z) * BLOCK_M; }
   RL_D void advance() {
     if (++index == now.w) {
       now = *++segment;
@@ -113,7 +117,7 @@ RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar, u32 ran
       barrier_wait(bar.empty(slot), phase ^ 1);
       barrier_expect(full, SLOT_BYTES);
       if (CLUSTER == 2) {
-        copy_2d_both(target + rank * (A_BYTES / 2), p.a, chunk * BLOCK_K, row + rank * (TILE_M / 2), full);
+        copy_2d_both(target + rank * (A_BYTES / 2), p.a, chunk * BLOCK_K, row + rank * (BLOCK_M / 2), full);
       } else {
         copy_2d(target, p.a, chunk * BLOCK_K, row, full);
       }
@@ -132,13 +136,15 @@ RL_D void release(Barriers bar, int slot, int lane) {
 }
 
 // The products of one tile. `step` counts ring slots since the kernel began.
-RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int step, u32 b_phase, int lane) {
+RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int step, u32 b_phase, int group,
+                   int lane) {
   int slot = step % STAGES, last = 0;
   u32 phase = step / STAGES & 1;
   for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
     if (RESIDENT) barrier_wait(bar.b_full(chunk), b_phase);
     barrier_wait(bar.full(slot), phase);
-    const u32 a = smem + RING + slot * SLOT_BYTES, b = RESIDENT ? smem + chunk * B_BYTES : a + A_BYTES;
+    const u32 here = smem + RING + slot * SLOT_BYTES, b = RESIDENT ? smem + chunk * B_BYTES : here + A_BYTES;
+    const u32 a = here + (COOPERATIVE ? group * TILE_M * ROW_BYTES : 0);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k) {
@@ -156,7 +162,7 @@ RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, i
     last = slot;
     if (++slot == STAGES) slot = 0, phase ^= 1;
   }
-  if (ORDERED) named_arrive<256>(1 + (threadIdx.x < 256));  // the other warpgroup's turn
+  if (!COOPERATIVE) named_arrive<256>(2 - group);  // the other warpgroup's turn
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < M_BLOCKS; ++i) wgmma_touch(acc[i]);
@@ -227,8 +233,10 @@ struct Consumer {
   u32 bias[TILE_N / 8];        // packed pairs of this lane's columns
   float sums[EPILOGUE == 3 ? TILE_N / 8 : 1][2];
 
+  RL_D int row_offset() const { return COOPERATIVE ? group * TILE_M : 0; }
   RL_D Panel panel(int i) const {
-    const int index = READS_C ? warp * PANELS + i : (group * 4 + warp) * 2 + i;
+    const int owner = READS_C && !COOPERATIVE ? warp : group * 4 + warp;
+    const int index = owner * (READS_C ? PANELS : 2) + i;
     return {smem + PANEL_POOL + index * PANEL_BYTES, lane};
   }
   RL_D void load_bias(const u16* pointer, int column) {
@@ -238,9 +246,9 @@ struct Consumer {
       bias[j] = HAS_BIAS && x < p.n ? *reinterpret_cast<const u32*>(pointer + x) : 0;
     }
   }
-  // C panel i of the tile at (column, row) into its slot; the slot must be free.
-  RL_D void fetch_c(int i, int column, int row) const {
-    const u32 full = bar.c_full(warp, i);
+  // C panel i of the tile at (column, row), which warpgroup `reader` takes, into its slot; the slot must be free.
+  RL_D void fetch_c(int reader, int i, int column, int row) const {
+    const u32 full = bar.c_full(reader, warp, i);
     barrier_expect(full, PANEL_BYTES);
     copy_2d(panel(i).address, p.c, column + 64 * (i % N_HALVES), row + 64 * (i / N_HALVES) + 16 * warp, full);
   }
@@ -278,16 +286,17 @@ struct Consumer {
   }
 
   // Epilogues that read C. Its panels come through the slots D leaves through; once a panel has left, its slot is
-  // filled for the tile that follows, which the other warpgroup's warp of the same number takes.
+  // filled for the tile that follows, which the other warpgroup's warp of the same number takes (COOPERATIVE: its own).
   RL_D void with_c(float (&acc)[M_BLOCKS][TILE_N / 2], int column, int row, u32 phase, const Tiles& next, u32 rank) {
-    const int next_column = next.column(rank), next_row = next.row();
+    const int next_column = next.column(rank), next_row = next.row() + row_offset();
+    const int reader = COOPERATIVE ? group : 1 - group;
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) {
       const float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
       const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
       const Panel here = panel(i);
       u32 c[8][2];
-      barrier_wait(bar.c_full(warp, i), phase);
+      barrier_wait(bar.c_full(group, warp, i), phase);
       here.read(c);
       if (EPILOGUE == 3) multiply_derivative(c, v, 8 * (i % N_HALVES));
       if (EPILOGUE == 2) add_residual(c, v, 8 * (i % N_HALVES), x, y);
@@ -295,12 +304,12 @@ struct Consumer {
       here.send(p.d, x, y);
       if (i > 0 && lane == 0 && next.valid()) {
         store_wait_read<1>();
-        fetch_c(i - 1, next_column, next_row);
+        fetch_c(reader, i - 1, next_column, next_row);
       }
     }
     if (lane == 0 && next.valid()) {
       store_wait_read<0>();
-      fetch_c(PANELS - 1, next_column, next_row);
+      fetch_c(reader, PANELS - 1, next_column, next_row);
     }
   }
   RL_D void multiply_derivative(u32 (&c)[8][2], const float* v, int group_of_columns) {
@@ -359,21 +368,23 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials, u
   const Problem& p = me.p;
   if (EPILOGUE == 3)
     for (int j = 0; j < TILE_N / 8; ++j) me.sums[j][0] = me.sums[j][1] = 0.f;
-  if (READS_C && me.group == 0 && me.lane == 0 && tiles.valid())
+  if (READS_C && (COOPERATIVE || me.group == 0) && me.lane == 0 && tiles.valid())
 #pragma unroll
-    for (int i = 0; i < PANELS; ++i) me.fetch_c(i, tiles.column(rank), tiles.row());
+    for (int i = 0; i < PANELS; ++i) me.fetch_c(me.group, i, tiles.column(rank), tiles.row() + me.row_offset());
   int segment = 0;
   for (int tile = 0; tiles.valid(); ++tile) {
-    const int column = tiles.column(rank), row = tiles.row();
+    const int column = tiles.column(rank), row = tiles.row() + me.row_offset();
     if (tiles.index == 0 && EPILOGUE != 3) me.load_bias(bias, column);
     Tiles next = tiles;
     next.advance();
     const bool last = next.index == 0;  // of this segment
-    if ((tile & 1) == me.group) {
-      if (ORDERED) named_barrier<256>(1 + me.group);
-      multiply(acc, me.smem, me.bar, tile * K_CHUNKS, segment & 1, me.lane);
+    if (COOPERATIVE || (tile & 1) == me.group) {
+      // Products strictly take turns. A wait tells only odd phases from even ones, so a warpgroup may look at a slot's
+      // barrier only once every earlier phase of it is over: once the other warpgroup has seen the tile before.
+      if (!COOPERATIVE) named_barrier<256>(1 + me.group);
+      multiply(acc, me.smem, me.bar, tile * K_CHUNKS, segment & 1, me.group, me.lane);
       if (RESIDENT && last && me.lane == 0) barrier_arrive(me.bar.b_free());
-      if (READS_C) me.with_c(acc, column, row, tile & 1, next, rank);
+      if (READS_C) me.with_c(acc, column, row, (COOPERATIVE ? tile : tile >> 1) & 1, next, rank);
       else me.linear(acc, column, row);
     } else if (RESIDENT && last && me.lane == 0) {
       barrier_arrive(me.bar.b_free());
@@ -405,11 +416,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(bar.full(i), 1);
-      barrier_init(bar.empty(i), 4 * CLUSTER);
+      barrier_init(bar.empty(i), (COOPERATIVE ? 8 : 4) * CLUSTER);
     }
     for (int i = 0; i < K_CHUNKS; ++i) barrier_init(bar.b_full(i), 1);
     barrier_init(bar.b_free(), 8);
-    for (int i = 0; i < 4 * PANELS; ++i) barrier_init(bar.c_full(i / PANELS, i % PANELS), 1);
+    for (int i = 0; i < 8 * PANELS; ++i) barrier_init(bar.c_full(0, 0, i), 1);
     barrier_init_fence();
   }
   if (CLUSTER == 2) cluster_sync();
@@ -426,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
               first_sample};
     }
     Consumer me{p, mask, smem, bar, group, warp, lane};
-    if (ORDERED && group == 1) named_arrive<256>(1);  // the first turn is warpgroup 0's
+    if (!COOPERATIVE && group == 1) named_arrive<256>(1);  // the first turn is warpgroup 0's
     consume(me, tiles, bias, partials, rank);
   }
   __syncwarp();
