@@ -13,6 +13,7 @@
 namespace rl {
 
 constexpr int OPEN_KEYS = D == 64 ? 2 : 4;
+constexpr bool AHEAD = BLOCKS > 1;  // with one block the next head's copies wait for this square's end, so cannot start before
 constexpr bool SPLIT = BLOCKS == 4 && OPEN_KEYS == 2;
 
 // The squares of a head in order, 6 bits each: i, j, first and last of a visit to query block i.
@@ -297,8 +298,9 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
       store_square(p.smem + DS_AT + stage * SQUARE, pairs_ds, p.warp, p.lane);
       fence_async();
       arrive_for_warp(p.barrier(STAGE_FULL + stage), p.lane);
-      if (more) wait_for_square(p, next, next_unit == unit ? parity : parity ^ 1);
-      start_square(x, p, next);  // after the last square for nothing, which is cheaper than a branch
+      const u32 next_parity = next_unit == unit ? parity : parity ^ 1;
+      if (AHEAD && more) wait_for_square(p, next, next_parity);
+      if (AHEAD) start_square(x, p, next);  // after the last square for nothing, which is cheaper than a branch
       if (RELATIVE) {
         take_keys(x.keys, x.keys_first, pairs_ds, to_right);
         if (q.i != q.j) send_window_gradient(x, p, to_right, windows++);
@@ -308,8 +310,10 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
           take_keys(x.keys, x.keys_first, pairs_ds, to_right);
           send_window_gradient(x, p, to_right, windows++);
         }
-        start_relative(x, p, next, to_left);
       }
+      if (!AHEAD && more) wait_for_square(p, next, next_parity);
+      if (!AHEAD) start_square(x, p, next);
+      if (RELATIVE) start_relative(x, p, next, to_left);
     }
   }
   wgmma_wait<0>();

@@ -1,0 +1,383 @@
+// Hopper on the host: the functions of ops/_cuda/include/ridgeline/hopper.cuh (and of attention's lanes.cuh) as plain C++,
+// so that a whole kernel, compiled by a C++ compiler with this file first on the include path, runs on a CPU.
+//
+// A thread of a block is a fiber. Everything that waits yields to a scheduler, which takes warps in random order; copies
+// of the copy engine end at random times; wgmma runs either as early or as late as the rules allow, its accumulators are
+// NaN in between; shared memory starts as NaN. A kernel that passes under several seeds and both modes has its indices
+// right, and its barriers well enough that neither early reads nor late writes show. A deadlock ends the program.
+#pragma once
+#define RL_EMULATED 1
+#include "ridgeline/common.cuh"
+
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define RL_D inline
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint4 {
+  unsigned x, y, z, w;
+};
+struct float4 {
+  float x, y, z, w;
+};
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct Index {
+  unsigned x;
+};
+
+namespace emulation {
+
+constexpr unsigned SMEM_BYTES = 228 * 1024, SMEM_BASE = 1024;
+
+struct Product {  // one wgmma of one warp
+  int n, transposed_a, transposed_b, accumulate;
+  bool registers;
+  uint64_t a, b;
+  uint32_t a_registers[32][4];
+  float* d[32];
+};
+struct Barrier {
+  int arrivals = 0, pending = 0, bytes = 0;
+  unsigned phase = 0;
+  void settle() {
+    if (pending == 0 && bytes == 0) phase ^= 1, pending = arrivals;
+  }
+};
+struct Gathering {  // of any number of threads, again and again
+  int arrived = 0;
+  unsigned generation = 0;
+};
+struct Warp {
+  Gathering gathering;
+  uint64_t slots[2][32];
+  std::vector<std::vector<Product>> groups;  // committed, oldest first
+  std::vector<Product> open;
+  std::map<float*, std::vector<float>> in_flight;  // by lane 0's accumulators: the values of all lanes
+};
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  bool done = false;
+  const char* waits_for = "";
+};
+
+struct Machine {
+  std::vector<unsigned char> smem = std::vector<unsigned char>(SMEM_BYTES);
+  std::map<uint32_t, Barrier> barriers;
+  std::map<int, Gathering> named;
+  std::vector<Warp> warps;
+  std::vector<Fiber> fibers;
+  std::vector<std::function<void()>> copies;
+  std::mt19937 random;
+  bool late = false;
+  ucontext_t scheduler;
+  int current = 0, block = 0, grid = 0;
+  uint64_t progress = 0;
+  std::function<void()> kernel;
+
+  Warp& warp() { return warps[current / 32]; }
+  int lane() const { return current % 32; }
+  void yield() { swapcontext(&fibers[current].context, &scheduler); }
+  template <typename Condition>
+  void wait(const char* what, Condition condition) {
+    fibers[current].waits_for = what;
+    while (!condition()) yield();
+    ++progress;
+  }
+  void gather(Gathering& g, int count, const char* what) {
+    const unsigned generation = g.generation;
+    if (++g.arrived == count) g.arrived = 0, ++g.generation;
+    wait(what, [&] { return g.generation != generation; });
+  }
+  unsigned post(uint64_t value) {  // one value of each lane of the warp; returns which slots hold them
+    const unsigned side = warp().gathering.generation & 1;
+    warp().slots[side][lane()] = value;
+    gather(warp().gathering, 32, "warp");
+    return side;
+  }
+  void run_block(int threads);
+};
+inline Machine machine;
+
+inline void fiber_main() {
+  machine.kernel();
+  machine.fibers[machine.current].done = true;
+  ++machine.progress;
+  machine.yield();
+}
+inline void Machine::run_block(int threads) {
+  std::fill(smem.begin(), smem.end(), 0xff);  // NaN in every format
+  barriers.clear(), named.clear();
+  warps.assign(threads / 32, Warp{});
+  fibers = std::vector<Fiber>(threads);
+  for (auto& fiber : fibers) {
+    constexpr size_t STACK = 256 * 1024;
+    fiber.stack.reset(new char[STACK]);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK;
+    makecontext(&fiber.context, fiber_main, 0);
+  }
+  uint64_t seen = 0;
+  for (int idle = 0; idle < 20000; ++idle) {
+    if (progress != seen) idle = 0, seen = progress;
+    const int w = random() % warps.size();
+    for (int l = 0; l < 32; ++l)
+      if (current = 32 * w + l; !fibers[current].done) swapcontext(&scheduler, &fibers[current].context);
+    if (!copies.empty() && random() % 4 == 0) {
+      const size_t which = random() % copies.size();
+      auto copy = copies[which];
+      copies.erase(copies.begin() + which);
+      copy(), ++progress;
+    }
+    bool all = true;
+    for (auto& fiber : fibers) all = all && fiber.done;
+    if (all) return;
+  }
+  std::fprintf(stderr, "deadlock in block %d:\n", block);
+  for (size_t w = 0; w < warps.size(); ++w) std::fprintf(stderr, "  warp %zu waits for %s\n", w, fibers[32 * w].done ? "nothing: done" : fibers[32 * w].waits_for);
+  std::exit(3);
+}
+// Runs `kernel` once for each thread of each block.
+inline void launch(int grid, int threads, unsigned seed, bool late, std::function<void()> kernel) {
+  machine.random.seed(seed);
+  machine.late = late, machine.grid = grid, machine.kernel = std::move(kernel);
+  for (machine.block = 0; machine.block < grid; ++machine.block) machine.run_block(threads);
+}
+
+}  // namespace emulation
+
+#define threadIdx (Index{static_cast<unsigned>(emulation::machine.current)})
+#define blockIdx (Index{static_cast<unsigned>(emulation::machine.block)})
+#define gridDim (Index{static_cast<unsigned>(emulation::machine.grid)})
+
+namespace rl {
+
+using emulation::machine;
+constexpr int WARP = 32;
+constexpr u32 FULL = 0xffffffffu;
+
+// ---- numbers
+RL_D u32 as_bits(float value) {
+  u32 bits;
+  std::memcpy(&bits, &value, 4);
+  return bits;
+}
+RL_D float from_bits(u32 bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+RL_D u32 round_bf16(float value) {
+  const u32 bits = as_bits(value);
+  return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+RL_D u32 pack_pair(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+RL_D float pair_low(u32 pair) { return from_bits(pair << 16); }
+RL_D float pair_high(u32 pair) { return from_bits(pair & 0xffff0000u); }
+RL_D float exp2_fast(float x) { return std::exp2(x); }
+RL_D float log2_fast(float x) { return std::log2(x); }
+RL_D float keep_float(float value, u32 mask) { return from_bits(as_bits(value) & mask); }
+template <u32 SELECT>
+RL_D u32 permute(u32 a, u32 b) {
+  const u64 bytes = static_cast<u64>(b) << 32 | a;
+  u32 result = 0;
+  for (int n = 0; n < 4; ++n) {
+    const u32 pick = SELECT >> (4 * n) & 15, byte = bytes >> (8 * (pick & 7)) & 255;
+    result |= (pick & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * n);
+  }
+  return result;
+}
+
+// ---- warps and blocks
+RL_D u32 shuffle(u32 value, int source) { return machine.warp().slots[machine.post(value)][source & 31]; }
+RL_D u32 shuffle_xor(u32 value, int mask) { return shuffle(value, machine.lane() ^ mask); }
+RL_D float shuffle_xor(float value, int mask) { return from_bits(shuffle_xor(as_bits(value), mask)); }
+RL_D int warp_uniform(int value) { return static_cast<int>(shuffle(static_cast<u32>(value), 0)); }
+RL_D void sync_warp() { machine.post(0); }
+RL_D void sync_block() { machine.gather(machine.named[0], static_cast<int>(machine.fibers.size()), "block"); }
+template <int THREADS>
+RL_D void named_barrier(int id) {
+  machine.gather(machine.named[id], THREADS, "named barrier");
+}
+RL_D bool any_in_warp(bool value) {
+  const unsigned side = machine.post(value);
+  bool any = false;
+  for (u64 other : machine.warp().slots[side]) any = any || other;
+  return any;
+}
+
+// ---- memory
+RL_D u32 dynamic_smem() { return emulation::SMEM_BASE; }
+template <typename T>
+RL_D T& shared(u32 address) {
+  if (address < emulation::SMEM_BASE || address + sizeof(T) > emulation::SMEM_BYTES || address % sizeof(T)) std::abort();
+  return *reinterpret_cast<T*>(machine.smem.data() + address);
+}
+RL_D uint4 load_shared_16(u32 address) { return shared<uint4>(address); }
+RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
+RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
+RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  const unsigned side = machine.post(address);
+  const u32 values[4] = {a, b, c, d};
+  for (int m = 0; m < 4; ++m)
+    shared<u32>(static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() / 4]) + machine.lane() % 4 * 4) = values[m];
+}
+RL_D void fence_async() {}
+template <int COUNT>
+RL_D void registers_up() {}
+template <int COUNT>
+RL_D void registers_down() {}
+
+// ---- mbarriers
+RL_D void barrier_init(u32 barrier, int arrivals) { machine.barriers[barrier] = {arrivals, arrivals, 0, 0}; }
+RL_D void barrier_init_fence() {}
+RL_D void barrier_arrive(u32 barrier) {
+  auto& b = machine.barriers.at(barrier);
+  if (b.pending == 0) std::fprintf(stderr, "too many arrivals\n"), std::exit(3);
+  --b.pending, b.settle();
+}
+RL_D void barrier_expect(u32 barrier, u32 bytes) {
+  machine.barriers.at(barrier).bytes += static_cast<int>(bytes);
+  barrier_arrive(barrier);
+}
+RL_D void barrier_wait(u32 barrier, u32 parity) {
+  machine.wait("barrier", [&] { return machine.barriers.at(barrier).phase != parity; });
+}
+
+// ---- the copy engine: 16-bit tensors
+struct alignas(64) TensorMap {
+  const u16* base;
+  u64 stride[4];  // elements, innermost first
+  u32 extent[4], box[4], swizzle;
+};
+static_assert(sizeof(TensorMap) == 128);
+RL_D u32 swizzled(u32 address, u32 swizzle) {
+  return swizzle == 128 ? address ^ (address >> 7 & 7) << 4 : swizzle == 64 ? address ^ (address >> 7 & 3) << 4 : address;
+}
+RL_D void copy_4d(u32 destination, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+  machine.copies.push_back([=] {
+    const int origin[4] = {x, y, z, w};
+    u32 count = 1, at[4];
+    for (u32 b : map->box) count *= b;
+    for (u32 n = 0; n < count; ++n) {
+      u32 rest = n;
+      bool inside = true;
+      i64 from = 0;
+      for (int k = 0; k < 4; ++k) {
+        at[k] = rest % map->box[k], rest /= map->box[k];
+        const i64 place = static_cast<i64>(origin[k]) + at[k];
+        inside = inside && place >= 0 && place < static_cast<i64>(map->extent[k]);
+        from += place * static_cast<i64>(map->stride[k]);
+      }
+      shared<u16>(swizzled(destination + 2 * n, map->swizzle)) = inside ? map->base[from] : 0;
+    }
+    auto& b = machine.barriers.at(barrier);
+    b.bytes -= static_cast<int>(2 * count), b.settle();
+  });
+}
+RL_D void copy_2d(u32 destination, const TensorMap* map, int x, int y, u32 barrier) { copy_4d(destination, map, x, y, 0, 0, barrier); }
+
+// ---- wgmma
+RL_D float element(u64 descriptor, int transposed, int mn, int k) {
+  const u32 start = (descriptor & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4, mode = descriptor >> 62;
+  const u32 row = mode == 1 ? 128 : 64;  // swizzle of 128 or of 64 bytes
+  if (mode != 1 && mode != 2) std::abort();
+  if (transposed && mn * 2 >= static_cast<int>(row)) std::abort();
+  const u32 major = transposed ? k : mn, minor = transposed ? mn : k;
+  return pair_low(shared<u16>(swizzled(start + major / 8 * group + major % 8 * row + 2 * minor, row)));
+}
+RL_D void execute(emulation::Warp& warp, int index, const emulation::Product& p) {
+  std::vector<float>& values = warp.in_flight.at(p.d[0]);
+  for (int r = 0; r < 16; ++r) {
+    float a[16];
+    for (int k = 0; k < 16; ++k) {
+      const u32 pair = p.a_registers[r % 8 * 4 + k % 8 / 2][r / 8 + k / 8 * 2];
+      a[k] = p.registers ? (k % 2 ? pair_high(pair) : pair_low(pair)) : element(p.a, p.transposed_a, 16 * (index % 4) + r, k);
+    }
+    for (int c = 0; c < p.n; ++c) {
+      float& d = values[(r % 8 * 4 + c % 8 / 2) * (p.n / 2) + c / 8 * 4 + r / 8 * 2 + c % 2];
+      float sum = p.accumulate ? d : 0.f;
+      for (int k = 0; k < 16; ++k) sum += a[k] * element(p.b, p.transposed_b, c, k);
+      d = sum;
+    }
+  }
+}
+RL_D void issue(int n, float* d, const u32* a_registers, u64 a, u64 b, int ta, int tb, int accumulate) {
+  auto& warp = machine.warp();
+  const int index = machine.current / 32;
+  emulation::Product p{n, ta, tb, accumulate, a_registers != nullptr, a, b, {}, {}};
+  for (int x = 0; x < 4 && a_registers; ++x) {
+    const unsigned side = machine.post(a_registers[x]);
+    for (int l = 0; l < 32; ++l) p.a_registers[l][x] = static_cast<u32>(warp.slots[side][l]);
+  }
+  const unsigned side = machine.post(reinterpret_cast<u64>(d));
+  for (int l = 0; l < 32; ++l) p.d[l] = reinterpret_cast<float*>(warp.slots[side][l]);
+  if (machine.lane() == 0) {
+    if (!warp.in_flight.count(d)) {
+      auto& values = warp.in_flight[d];
+      for (float* lane : p.d) values.insert(values.end(), lane, lane + n / 2), std::fill(lane, lane + n / 2, NAN);
+    }
+    if (!machine.late) execute(warp, index, p);
+    warp.open.push_back(p);
+  }
+  sync_warp();
+}
+template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
+RL_D void wgmma(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
+  issue(N, d, nullptr, a, b, TRANSPOSED_A, TRANSPOSED_B, accumulate);
+}
+template <int N, int TRANSPOSED_B>
+RL_D void wgmma_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {
+  issue(N, d, a, 0, b, 0, TRANSPOSED_B, accumulate);
+}
+RL_D void wgmma_fence() {}
+RL_D void wgmma_commit() {
+  auto& warp = machine.warp();
+  if (machine.lane() == 0) warp.groups.push_back(std::move(warp.open)), warp.open.clear();
+  sync_warp();
+}
+template <int PENDING>
+RL_D void wgmma_wait() {
+  auto& warp = machine.warp();
+  sync_warp();
+  if (machine.lane() == 0) {
+    std::map<float*, emulation::Product> finished;
+    while (warp.groups.size() > PENDING) {
+      for (auto& p : warp.groups.front()) {
+        if (machine.late) execute(warp, machine.current / 32, p);
+        finished[p.d[0]] = p;
+      }
+      warp.groups.erase(warp.groups.begin());
+    }
+    for (auto& [d, p] : finished) {
+      bool again = false;
+      for (auto& group : warp.groups)
+        for (auto& other : group) again = again || other.d[0] == d;
+      if (again) continue;
+      for (int l = 0; l < 32; ++l) std::copy_n(warp.in_flight[d].begin() + l * (p.n / 2), p.n / 2, p.d[l]);
+      warp.in_flight.erase(d);
+    }
+  }
+  sync_warp();
+}
+template <int COUNT>
+RL_D void wgmma_touch(float (&)[COUNT]) {}
+
+}  // namespace rl
