@@ -1,0 +1,235 @@
+"""What would run here and why: versions, card, implementations, attention's backend, known bad combinations."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ridgeline.bench.findings import Facts, Finding, find
+from ridgeline.bench.nvml import monitor
+from ridgeline.bench.run import versions
+from ridgeline.bench.sdpa import SdpaAnswer, ask_sdpa
+from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.hardware import PRECISIONS, DriverReading, by_driver_name, load_ceilings, read_driver
+from ridgeline.hardware.spec import lacking
+from ridgeline.models import ModelConfig
+from ridgeline.models.fused.choices import attention_missing, choose
+from ridgeline.ops import activation, cross_entropy, dropout, embedding, linear, norm, optimizer
+from ridgeline.ops._cuda import nvrtc
+from ridgeline.presets import preset as find_preset
+
+FASTEST_FIRST = ("cuda", "triton", "torch", "reference")
+ATTENTION = ("cuda", "torch", "reference")
+TOOL_TIMEOUT_S = 20
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
+_VERSION = re.compile(r"V(\d+\.\d+\.\d+)")
+
+Why = Callable[[str], str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpChoice:
+    """One op of the preset.
+
+    Attributes:
+        op: its name.
+        uses: the implementation that would run here.
+        others: why each other one would not.
+    """
+
+    op: str
+    uses: str
+    others: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorResult:
+    """What the doctor found.
+
+    Attributes:
+        preset: whose ops and shapes were asked about.
+        precision: that training would use here.
+        versions: of everything that matters, by name.
+        card: key of the card in the table; None for no card or one that the table does not know.
+        driver: the card as its driver describes it; None without one.
+        ceilings: date of the last measurement of the card's ceilings; None if there was none.
+        ops: implementations, in the order in which a step meets them.
+        sdpa: PyTorch's attention backends.
+        findings: known bad combinations, bad ones first.
+    """
+
+    preset: str
+    precision: str
+    versions: dict[str, str]
+    card: str | None
+    driver: DriverReading | None
+    ceilings: str | None
+    ops: tuple[OpChoice, ...]
+    sdpa: tuple[SdpaAnswer, ...]
+    findings: tuple[Finding, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `doctor --json` prints."""
+        return {
+            "preset": self.preset,
+            "precision": self.precision,
+            "versions": self.versions,
+            "card": self.card,
+            "driver": None if self.driver is None else self.driver.to_json(),
+            "ceilings": self.ceilings,
+            "ops": [asdict(choice) for choice in self.ops],
+            "sdpa": [asdict(answer) for answer in self.sdpa],
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def pick(op: str, implementations: Sequence[str], why: Why, *, uses: str | None = None) -> OpChoice:
+    """The implementation that runs, and why the others do not.
+
+    Args:
+        op: what it is called.
+        implementations: all there are.
+        why: reason why one cannot run here, or None.
+        uses: the one that runs, where the model has decided; None for the fastest that can.
+    """
+    ordered = sorted(implementations, key=FASTEST_FIRST.index)
+    reasons = {impl: why(impl) for impl in ordered}
+    used = uses or next(impl for impl in ordered if reasons[impl] is None)
+    idle = {"reference": "the specification, slower"}
+    others = {
+        impl: reason or idle.get(impl, f"can run, but {used} is chosen")
+        for impl, reason in reasons.items()
+        if impl != used
+    }
+    return OpChoice(op=op, uses=used, others=others)
+
+
+def choices_of(model: ModelConfig, device: torch.device, dtype: torch.dtype, T: int) -> list[OpChoice]:
+    """The implementation of each op of a model on a device: the fused block's where it runs, else PyTorch's."""
+    c = model.decoder
+    unfused = norm.available("triton", device)
+    fused = None if unfused else choose(c, device, dtype, T)
+
+    def attention(impl: str) -> str | None:
+        if impl == "cuda":
+            return attention_missing(c, device, dtype, T) or unfused
+        return "the fused block has no such path" if impl == "torch" and fused else None
+
+    def mlp(impl: str) -> str | None:
+        if impl == "cuda" and (c.width % 8 or c.hidden % 8):
+            return f"needs widths that are multiples of 8, got {c.width} and {c.hidden}"
+        return linear.unavailable(impl, device, dtype)
+
+    simple: list[tuple[str, Any]] = [
+        ("embedding", embedding),
+        ("norm, joined with the residual", norm),
+        ("GELU and bias, where not in a product", activation),
+        ("dropout, where not in another kernel", dropout),
+        ("cross-entropy", cross_entropy),
+        ("AdamW and global norm", optimizer),
+    ]
+    if not c.dropout:
+        simple = [(name, module) for name, module in simple if module is not dropout]
+    torch_model = "torch" if fused is None else None
+    ops = [
+        pick(name, module.IMPLEMENTATIONS, partial(module.available, device=device), uses=torch_model)
+        for name, module in simple
+    ]
+    ops.insert(2, pick("attention", ATTENTION, attention, uses=fused.attention if fused else "torch"))
+    ops.insert(3, pick("MLP products with GELU", linear.IMPLEMENTATIONS, mlp, uses=fused.mlp if fused else "torch"))
+    return ops
+
+
+def ptxas() -> str | None:
+    """The version of the assembler that Triton runs: TRITON_PTXAS_PATH's, else the one that comes with it."""
+    spec = importlib.util.find_spec("triton")
+    if spec is None or spec.origin is None:
+        return None
+    own = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    try:
+        done = subprocess.run(
+            [os.environ.get("TRITON_PTXAS_PATH", str(own)), "--version"],
+            capture_output=True,
+            text=True,
+            timeout=TOOL_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = _VERSION.search(done.stdout)
+    return found.group(1) if found else None
+
+
+def _nvrtc() -> str | None:
+    try:
+        return nvrtc.version().split("-")[0]
+    except UnsupportedError:
+        return None
+
+
+def best_precision(capability: tuple[int, int] | None) -> str:
+    """The precision that training takes by itself: bf16 where the card has it, else fp16, else fp32."""
+    if capability is None:
+        return "fp32"
+    missing = lacking(capability)
+    return next((p for p in ("bf16", "fp16") if p not in missing), "fp32")
+
+
+def doctor(preset: str = "hal-20m", *, precision: str | None = None) -> DoctorResult:
+    """`ridgeline doctor`: what would run here, and what is known to go wrong.
+
+    Args:
+        preset: whose ops and shapes are asked about.
+        precision: of training; None for what training would take by itself.
+
+    Raises:
+        ConfigError, UnsupportedError: unknown preset, or no such precision here.
+    """
+    config = find_preset(preset)
+    reading = read_driver(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    capability = None if reading is None else reading.capability
+    chosen = precision or best_precision(capability)
+    if chosen not in PRECISIONS:
+        raise UnsupportedError(nearest(chosen, PRECISIONS, "precision"))
+    if reading is not None and capability is not None and chosen in lacking(capability):
+        raise UnsupportedError(f"{reading.name} has no {chosen}; use --precision {best_precision(capability)}")
+    device = torch.device("cpu") if reading is None else torch.device("cuda", torch.cuda.current_device())
+    dtype, T = _DTYPES[chosen], config.window.context
+    found = versions(monitor(device))
+    assembler, compiler = ptxas(), _nvrtc()
+    found |= {name: value for name, value in (("ptxas", assembler), ("nvrtc", compiler)) if value is not None}
+    answers = ask_sdpa(config.model.decoder, T, device, dtype)
+    facts = Facts(
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        triton=found.get("triton"),
+        ptxas=assembler,
+        nvrtc=compiler,
+        capability=capability,
+        sdpa=answers,
+        T=T,
+        tool=shutil.which("nvidia-smi") is not None,
+    )
+    known = None if reading is None else by_driver_name(reading.name)
+    measured = None if reading is None else load_ceilings(reading.name)
+    return DoctorResult(
+        preset=preset,
+        precision=chosen,
+        versions=found,
+        card=None if known is None else known.key,
+        driver=reading,
+        ceilings=None if measured is None else measured.date,
+        ops=tuple(choices_of(config.model, device, dtype, T)),
+        sdpa=tuple(answers),
+        findings=tuple(find(facts)),
+    )

@@ -1,0 +1,62 @@
+"""`doctor` for a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ridgeline.bench.doctor import DoctorResult
+from ridgeline.hardware.spec import GIB, MIB
+
+
+def _circumstances(result: DoctorResult) -> list[str]:
+    lines = ["versions  " + ", ".join(f"{name} {version}" for name, version in result.versions.items())]
+    card = result.driver
+    if card is None:
+        return [*lines, "card      none that PyTorch can use: training runs on the CPU"]
+    clocks = "" if card.sm_clock_mhz is None else f", {card.sm_clock_mhz:.0f} of {card.sm_clock_max_mhz:.0f} MHz"
+    power = "" if card.power_limit_w is None else f", at most {card.power_limit_w:.0f} W"
+    lines.append(
+        f"card      {card.name}, compute capability {card.capability[0]}.{card.capability[1]}, {card.sm_count} "
+        f"multiprocessors, {card.memory_bytes / GIB:.1f} GiB, L2 {card.l2_bytes / MIB:.0f} MiB, shared memory "
+        f"{card.shared_per_block // 1024} KiB a block{clocks}{power}"
+    )
+    known = "not in the table of cards" if result.card is None else f"{result.card} in the table of cards"
+    measured = "never measured here" if result.ceilings is None else f"ceilings measured {result.ceilings}"
+    return [*lines, f"          {known}; {measured}"]
+
+
+def _ops(result: DoctorResult) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    table.title = f"ops of {result.preset} in {result.precision}"
+    for header in ("op", "uses", "and not"):
+        table.add_column(header)
+    for choice in result.ops:
+        others = [f"{impl}: {reason}" for impl, reason in choice.others.items()]
+        table.add_row(choice.op, choice.uses, "\n".join(others))
+    return table
+
+
+def _sdpa(result: DoctorResult) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="attention through PyTorch", title_justify="left")
+    for header in ("call", "backend", "scores in memory", "refused by"):
+        table.add_column(header)
+    for answer in result.sdpa:
+        held = f"{answer.score_bytes / MIB:.2f} MiB a window and layer" if answer.score_bytes else "no"
+        refused = [f"{backend}: {reason}" for backend, reason in answer.refused.items()]
+        table.add_row(answer.call, answer.backend, held, "\n".join(refused))
+    return table
+
+
+def render_doctor(result: DoctorResult) -> RenderableType:
+    """The whole report for a terminal."""
+    shown: list[RenderableType] = [*(Text(line) for line in _circumstances(result)), _ops(result), _sdpa(result)]
+    if not result.findings:
+        shown.append(Text("no known bad combination", style="bold"))
+    for finding in result.findings:
+        style = "bold red" if finding.severity == "bad" else "bold yellow"
+        shown.append(Text(f"{finding.severity}: {finding.name}", style=style))
+        shown.append(Text(f"  {finding.detail}\n  cure: {finding.cure}"))
+    return Group(*shown)
