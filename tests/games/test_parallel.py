@@ -14,6 +14,8 @@ def work(task):
     kind, value = task
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit":
+        os._exit(1)
     if kind == "hang":
         time.sleep(600)
     if kind == "raise":
@@ -40,6 +42,7 @@ def test_every_task_brings_all_its_results_in_its_order():
     ("kind", "error", "words"),
     [
         ("die", WorkerError, r"at work on task 1 died \(exit code -9\)"),
+        ("exit", WorkerError, r"at work on task 1 died \(exit code 1\); see its message above"),
         ("raise", WorkerError, "at work on task 1 failed:(?s:.*)ValueError: a mistake inside"),
         ("refuse", DataError, "not this one"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -91,7 +92,8 @@ def _start(function: Callable[[Any], Iterable[Any]]) -> _Worker:
 
 def _serve(function: Callable[[Any], Iterable[Any]], pipe: Connection) -> None:
     """A worker's life: tasks in; out come ("result", …) for each result, then ("finished", None) or a failure."""
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user interrupts the caller, which ends its workers
+    with contextlib.suppress(EOFError, OSError):
         while True:
             task = pipe.recv()
             try:
@@ -145,10 +147,13 @@ def _receive(worker: _Worker, label: str) -> tuple[bool, Any]:
 
 def _died(worker: _Worker, label: str) -> WorkerError:
     worker.process.join(GOODBYE_SECONDS)
-    return WorkerError(
-        f"the process at work on {label} died (exit code {worker.process.exitcode}); "
-        "look for a lack of memory, or use fewer processes"
+    code = worker.process.exitcode
+    cure = (
+        'see its message above (a script has to call this under `if __name__ == "__main__":`)'
+        if code == 1
+        else "look for a lack of memory, or use fewer processes"
     )
+    return WorkerError(f"the process at work on {label} died (exit code {code}); {cure}")
 
 
 def _end(workers: list[_Worker]) -> None:
