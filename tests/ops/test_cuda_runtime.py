@@ -18,6 +18,9 @@ SOURCE = """
 #include "part.cuh"
 using namespace rl;
 extern "C" __global__ void scale(const float* in, float* out, int count, float factor) {
+#if __CUDA_ARCH__ >= 900
+  wait_for_previous();
+#endif
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < count) out[i] = in[i] * factor + OFFSET + PART;
 }
@@ -149,6 +152,29 @@ def test_launches_on_the_current_stream_and_in_a_graph(kernel_file: Path) -> Non
     kernel.launch((8,), 128, 0, (x, y, 1000, 5.0))  # later packing must not reach into the graph
     graph.replay()
     torch.testing.assert_close(y, x * 3 + 1)
+
+
+@pytest.mark.gpu
+def test_early_launches_still_see_what_came_before(kernel_file: Path) -> None:
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("early launches need compute capability 9.0")
+    kernel = cuda.load(kernel_file, {"OFFSET": 1}).kernel("scale", "PPif")
+    x = torch.randn(1 << 22, device="cuda")
+    y, z = torch.empty_like(x), torch.empty_like(x)
+
+    def chain() -> None:
+        for source, target in ((x, y), (y, z), (z, y), (y, z)):
+            kernel.launch((len(x) // 128,), 128, 0, (source, target, len(x), 0.5), early=True)
+
+    chain()
+    expected = x / 16 + 1.875
+    torch.testing.assert_close(z, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    z.fill_(float("nan"))
+    graph.replay()
+    torch.testing.assert_close(z, expected)
 
 
 @pytest.mark.gpu

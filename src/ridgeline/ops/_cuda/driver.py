@@ -11,6 +11,7 @@ import torch
 from ridgeline.errors import UnsupportedError
 
 MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+PROGRAMMATIC_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 _SIGNATURES: dict[str, list[object]] = {
     "cuGetErrorName": [c_int, POINTER(c_char_p)],
@@ -18,12 +19,31 @@ _SIGNATURES: dict[str, list[object]] = {
     "cuLibraryLoadData": [POINTER(c_void_p), c_char_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint],
     "cuLibraryGetKernel": [POINTER(c_void_p), c_void_p, c_char_p],
     "cuKernelSetAttribute": [c_int, c_int, c_void_p, c_int],
-    "cuLaunchKernel": [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p],
+    "cuLaunchKernelEx": [c_void_p, c_void_p, c_void_p, c_void_p],
     "cuTensorMapEncodeTiled": [
         c_void_p, c_int, c_uint32, c_void_p, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32),
         POINTER(c_uint32), c_int, c_int, c_int, c_int,
     ],
 }  # fmt: skip
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an identifier, padding, and a union of 64 bytes of which an int is used."""
+
+    _fields_ = (("id", c_int), ("padding", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("smem", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(LaunchAttribute)),
+        ("attribute_count", c_uint),
+    )
 
 
 @functools.cache

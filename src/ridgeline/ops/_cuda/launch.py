@@ -56,9 +56,13 @@ class Kernel:
         self._pointers = [index for index, kind in enumerate(kinds) if kind == "P"]
         self._smem_allowed: dict[int, int] = {}
         self._lock = threading.Lock()
-        self._launch = driver.library().cuLaunchKernel
+        self._launch = driver.library().cuLaunchKernelEx
+        self._early = driver.LaunchAttribute(driver.PROGRAMMATIC_SERIALIZATION, 0, 1)
+        self._config = driver.LaunchConfig(attributes=ctypes.pointer(self._early))
 
-    def launch(self, grid: Sequence[int], block: int, smem: int, arguments: Sequence[Argument]) -> None:
+    def launch(
+        self, grid: Sequence[int], block: int, smem: int, arguments: Sequence[Argument], *, early: bool = False
+    ) -> None:
         """Launch on torch's current stream of the current device.
 
         Args:
@@ -66,6 +70,8 @@ class Kernel:
             block: threads a block.
             smem: dynamic shared memory, bytes.
             arguments: one for each parameter.
+            early: blocks may start while the kernel before still runs (sm_90 and newer); the kernel executes
+                `wait_for_previous()` before it touches what that one writes.
 
         Raises:
             RuntimeError: the driver refused the launch.
@@ -81,11 +87,15 @@ class Kernel:
                 values[index] = value.data_ptr()
             elif value is None:
                 values[index] = 0
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        config = self._config
         with self._lock:  # the backward pass may launch from a thread of its own
+            config.grid[:] = (*grid, 1, 1)[:3]
+            config.block[:] = (block, 1, 1)
+            config.smem = smem
+            config.stream = torch._C._cuda_getCurrentRawStream(device)
+            config.attribute_count = int(early)
             self._layout.pack_into(self._buffer, self._start, *values)
-            code = self._launch(self._handle, x, y, z, block, 1, 1, smem, stream, self._parameters, None)
+            code = self._launch(ctypes.addressof(config), self._handle, self._parameters, None)
         if code:
             driver.check(code, f"launch of {self.name} (grid {tuple(grid)}, block {block}, {smem} bytes shared)")
 

@@ -181,6 +181,7 @@ def gemm(
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
     gelu_input_MN: Tensor | None = None,
+    early: bool = False,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators.
 
@@ -192,6 +193,7 @@ def gemm(
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
         config: how.
+        early: blocks start while the kernel before still runs, and wait for its end only before they read.
 
     Returns:
         With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
@@ -228,5 +230,5 @@ def gemm(
         masks.T if masks else 1, masks.state.sample_offset if masks else 0,
     )  # fmt: skip
     smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
-    kernel.launch((plan.units * config.cluster,), THREADS, smem, arguments)
+    kernel.launch((plan.units * config.cluster,), THREADS, smem, arguments, early=early)
     return sums

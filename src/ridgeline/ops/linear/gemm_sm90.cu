@@ -414,6 +414,9 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, m, n};
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
+    prefetch_map(p.a);
+    prefetch_map(p.b);
+    prefetch_map(p.d);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(bar.full(i), 1);
       barrier_init(bar.empty(i), (COOPERATIVE ? 8 : 4) * CLUSTER);
@@ -425,6 +428,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   }
   if (CLUSTER == 2) cluster_sync();
   else __syncthreads();
+  wait_for_previous();
+  let_next_start();
   const Tiles tiles(schedule + static_cast<i64>(blockIdx.x / CLUSTER) * segments);
   if (group < 0) {
     registers_down<40>();

@@ -61,6 +61,11 @@ RL_D void store_wait() {  // until all but PENDING groups are in memory
 // In every thread that wrote shared memory with ordinary stores, before the barrier after which wgmma or a copy reads it.
 RL_D void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- kernels that start while the one before still runs (a launch with early=True)
+RL_D void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel after may start filling free multiprocessors; it still waits for this one's end before it reads.
+RL_D void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- registers of a warpgroup
 template <int COUNT>
 RL_D void registers_up() {

@@ -1,0 +1,57 @@
+// Thread block clusters: ranks, barriers and shared memory of the other blocks, copies that reach several of them.
+#pragma once
+#include "ridgeline/hopper.cuh"
+
+namespace rl {
+
+RL_D u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// All threads of the cluster, warps converged; orders shared memory accesses across it.
+RL_D void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where `address` of this block's shared memory lies in block `rank` of the cluster.
+RL_D u32 remote_address(u32 address, u32 rank) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+RL_D void remote_arrive(u32 barrier, u32 rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
+               : "memory");
+}
+// A wait after which what other blocks wrote before they arrived may be read.
+RL_D void barrier_wait_cluster(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again_%=: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra end_%=;\nbra again_%=;\nend_%=:\n}" ::"r"(barrier), "r"(parity) : "memory");
+}
+RL_D void remote_store(u32 remote, float a, float b, float c, float d) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(remote), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+RL_D void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+
+// Copies to the same place in every block of `mask`; each block's barrier counts the bytes that arrive there.
+RL_D void copy_2d_to(u32 destination, const TensorMap* map, int x, int y, u32 barrier, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask) : "memory");
+}
+RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w), "r"(barrier) : "memory");
+}
+RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier, u16 mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w),
+      "r"(barrier), "h"(mask) : "memory");
+}
+
+}  // namespace rl
