@@ -16,6 +16,7 @@ VERBS = {
     "sample": "continue a text with a trained language model",
     "play": "judge a trained policy by playing games",
     "explain": "say where a step's time must go on a card, and what would help",
+    "doctor": "say what would run here and why, and what is known to go wrong",
     "demo": "train on the shipped Boxing games, then play 30 games",
 }
 INTERRUPTED = 130  # exit code after SIGINT, as shells have it

@@ -13,6 +13,7 @@ from tyro.conf import Positional, arg
 from ridgeline.bench.explain import explain_preset
 from ridgeline.bench.explain_view import render
 from ridgeline.cli.output import Flag, parse
+from ridgeline.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +22,15 @@ class Options:
 
     Attributes:
         preset: its name.
-        device: a card, such as h200, a100 or rtx4090; without it the one that is here.
+        device: a card, such as h200, a100 or rtx4090; without it the one that is here. An unknown name lists near ones.
         batch: windows in a step; without it the preset's.
         context: positions in a window; without it the preset's.
         precision: bf16, fp16, tf32 or fp32; without it the best of bf16, fp16 and fp32 that the card has.
-        plan: what is stored for the backward pass; without it what this package does on the card.
+        plan: what is stored for the backward pass: plain, fused, lean or leanest; without it what this package does
+            on the card.
         accumulation: parts into which a batch is cut; without it the preset's.
+        measure: run the step on the CUDA card that is here, profile it, and set measured times beside the floors.
+        engine: how the measured step is run: eager, compile, graph, compile+graph, best, …; without it compile.
         json: print one JSON object as the last line.
     """
 
@@ -37,12 +41,18 @@ class Options:
     precision: str | None = None
     plan: str | None = None
     accumulation: int | None = None
+    measure: Flag = False
+    engine: str | None = None
     json: Flag = False
 
 
 def run(arguments: Sequence[str]) -> int:
     """Explain and print."""
     options = parse(Options, arguments, "explain")
+    if options.measure:
+        return _measure(options)
+    if options.engine is not None:
+        raise ConfigError("--engine says how a measured step is run; add --measure")
     result = explain_preset(
         options.preset,
         device=options.device,
@@ -56,4 +66,26 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(result.to_json()))
     else:
         Console().print(render(result))
+    return 0
+
+
+def _measure(options: Options) -> int:
+    from ridgeline.bench.measure import measure_preset
+    from ridgeline.bench.measure_view import render_measured
+
+    odd = [name for name in ("device", "plan", "accumulation") if getattr(options, name) is not None]
+    if odd:
+        raise ConfigError(f"--measure runs the whole batch on the card that is here; leave out --{odd[0]}")
+    result = measure_preset(
+        options.preset,
+        engine=options.engine or "compile",
+        batch=options.batch,
+        context=options.context,
+        precision=options.precision,
+    )
+    if options.json:
+        print(json.dumps(result.to_json()))
+    else:
+        Console().print(render(result.explained))
+        Console().print(render_measured(result))
     return 0
