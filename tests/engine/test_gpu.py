@@ -116,6 +116,7 @@ def test_nothing_is_allocated_and_one_graph_is_launched():
         step(data[i % 5])
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert step.memory()["activations and workspace"] > case.tokens * case.model.decoder.width * 2
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         for i in range(10):
             step(data[i % 5])

@@ -12,6 +12,7 @@ from torch import nn
 from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
 from engine.recorder import Recorder
 from ridgeline.engine import TrainStep
+from ridgeline.engine.slots import ALIGN
 from ridgeline.engine.step import MAX_SHAPES
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
 from ridgeline.models import build
@@ -236,3 +237,15 @@ def test_unused_parameters_are_fine():
     before = step.model.spare.weight.clone()
     step(torch.randn(4, 3))
     assert torch.equal(before, step.model.spare.weight)
+
+
+def test_memory_by_name():
+    step = strange_step(precision="bf16", accumulate=2, capture=Recorder())
+    step(language_batch())
+    memory, size = step.memory(), step.flat.size
+    assert memory["master weights"] == 4 * size
+    assert memory["weight copies"] == 2 * size
+    assert memory["optimiser moments"] == 8 * size
+    assert memory["gradients"] == 4 * (2 * size + ALIGN)  # the sum, and where the second part is converted
+    assert memory["batches"] == 2 * 4 * 8 * 8
+    assert strange_step().memory()["weight copies"] == 0

@@ -100,6 +100,10 @@ class Feed:
         torch._foreach_copy_(self.static, staging)
         self._taken.record(current)
 
+    def buffers(self) -> list[Tensor]:
+        """The device memory it holds."""
+        return [*self.static, *(self._staging or [])]
+
     def batch(self, part: int = 0, parts: int = 1, dtype: torch.dtype | None = None) -> Any:
         """The static batch, or one of `parts` equal pieces of it, as the nest it came in.
 

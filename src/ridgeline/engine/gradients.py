@@ -70,6 +70,10 @@ class Gradients:
         torch._foreach_copy_([slot.of(self._scratch) for slot in self.slots], gradients)
         self.buffer[: self.size].add_(self._scratch)
 
+    def buffers(self) -> list[Tensor]:
+        """The device memory it holds."""
+        return [self.buffer] if self._scratch is None else [self.buffer, self._scratch]
+
     @property
     def loss(self) -> Tensor:
         """fp32[1]: the loss, weighted."""

@@ -128,6 +128,7 @@ class TrainStep:
         )
         self._capture = self._choose_capture(capture)
         self._shapes: dict[tuple[Signature, bool], tuple[Feed, Program]] = {}
+        self._activations = 0
         self._last: Feed | None = None
 
     def _choose_capture(self, capture: bool | Capture | None) -> Capture | None:
@@ -188,11 +189,39 @@ class TrainStep:
                 else:
                     program()
                 self._refuse_written_buffers()
-                return feed, self._capture(program)
+                with self._high_water():
+                    return feed, self._capture(program)
             except RidgelineError:
                 raise
             except Exception as error:
                 raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
+
+    @contextlib.contextmanager
+    def _high_water(self) -> Iterator[None]:
+        """Notes the most memory that a capture held beyond what was there before: activations and workspace."""
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        self._activations = max(self._activations, torch.cuda.max_memory_allocated(self.device) - before)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of device memory by what they are for; all of it stays where it is from the first step on.
+
+        "activations and workspace" is the high-water mark inside the captured step, 0 where nothing is captured.
+        """
+        flat, update = self.flat, self.update
+        buffers = {
+            "master weights": [flat.masters],
+            "weight copies": [] if flat.copies is flat.masters else [flat.copies],
+            "gradients": [tensor for lane in flat.lanes for tensor in lane.buffers()],
+            "optimiser moments": [update.first, update.second],
+            "batches": [tensor for feed, _ in self._shapes.values() for tensor in feed.buffers()],
+        }
+        sizes = {name: sum(t.numel() * t.element_size() for t in tensors) for name, tensors in buffers.items()}
+        return {**sizes, "activations and workspace": self._activations}
 
     def _refuse_written_buffers(self) -> None:
         written = self.flat.written_buffers()
