@@ -76,6 +76,31 @@ def workload(name: str, *, batch: int | None = None, context: int | None = None,
     )
 
 
+def vary(case: Workload, sweep: str) -> list[Workload]:
+    """The workload at each value of a sweep, doubling: "context=128:2048" or "batch=32:512".
+
+    A sweep over the context keeps the positions a step (batch · context) where the context divides them.
+
+    Raises:
+        ConfigError: the sweep cannot be read, or leaves no sample.
+    """
+    name, _, span = sweep.partition("=")
+    low, _, high = span.partition(":")
+    if name not in ("batch", "context") or not low.isdecimal() or not (high or low).isdecimal() or int(low) < 1:
+        raise ConfigError(f"a sweep reads context=128:2048 or batch=32:512, got {sweep!r}")
+    values, value = [], int(low)
+    while value <= int(high or low):
+        values.append(value)
+        value *= 2
+    if not values or (name == "context" and values[-1] > case.tokens):
+        raise ConfigError(f"{sweep}: the context must rise, to {case.tokens} positions at most (one sample a step)")
+    if name == "batch":
+        return [replace(case, batch=value) for value in values]
+    return [
+        workload(case.name, batch=case.tokens // value, context=value, precision=case.precision) for value in values
+    ]
+
+
 def random_batch(case: Workload, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
     """A batch of uniformly random inputs and targets. Random because zeros draw less power and clock higher."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,0 +1,61 @@
+"""A benchmark record as text."""
+
+from __future__ import annotations
+
+from ridgeline.bench.timing import Timing, distinct
+from ridgeline.records import ContenderResult, Record
+
+REFERENCE = "compile+graph"
+
+
+def _timing(result: ContenderResult) -> Timing | None:
+    if result.step_ms is None or result.spread is None:
+        return None
+    return Timing(result.step_ms, result.spread, 0)
+
+
+def ratio(result: ContenderResult, record: Record) -> str:
+    """Speed against `compile+graph` of the same group: "1.84×", or "≈" where the spread swallows the difference."""
+    reference = record.result(REFERENCE, result.group)
+    mine, theirs = _timing(result), None if reference is None else _timing(reference)
+    if mine is None or theirs is None or result is reference:
+        return ""
+    return f"{theirs.median_ms / mine.median_ms:.2f}×" if distinct(mine, theirs) else "≈"
+
+
+def _cell(value: float | None, scale: float, form: str) -> str:
+    return "–" if value is None else format(value * scale, form)
+
+
+def _line(result: ContenderResult, record: Record) -> str:
+    if result.error is not None:
+        return f"{result.name:<30}{result.group:>5}  {result.error}"
+    return (
+        f"{result.name:<30}{result.group:>5}"
+        f"{_cell(result.step_ms, 1, '.3f'):>10}{_cell(result.spread, 100, '.1f'):>7}"
+        f"{_cell(result.tokens_per_s, 1e-3, ',.0f'):>11}{_cell(result.windows_per_s, 1, ',.0f'):>11}"
+        f"{_cell(result.mfu, 100, '.1f'):>7}{_cell(result.floor_share, 100, '.1f'):>7}"
+        f"{_cell(result.peak_memory_bytes, 2**-30, '.1f'):>8}{_cell(result.first_step_s, 1, '.1f'):>9}"
+        f"{ratio(result, record):>8}"
+    )
+
+
+def table(record: Record) -> str:
+    """What was run, where, and one line a contender."""
+    info, clocks = record.workload, record.clocks or {}
+    title = "" if info is None else f"{info.name}  batch {info.batch}  context {info.context}  {info.precision}"
+    where = f"{record.card}  torch {record.versions.get('torch', '?')}  {record.date}  {(record.git or '')[:9]}"
+    lines = [title, where]
+    during = clocks.get("during")
+    if during:
+        lines.append(f"clock {_range(during['sm_mhz'])} MHz  power {_range(during['power_w'])} W  "
+                     f"throttled by: {', '.join(during['throttle']) or 'nothing'}")  # fmt: skip
+    lines.append(
+        f"{'contender':<30}{'group':>5}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}{'floor':>7}"
+        f"{'GiB':>8}{'first s':>9}{'':>8}"
+    )
+    return "\n".join([*lines, *(_line(result, record) for result in record.contenders)])
+
+
+def _range(values: list[float] | None) -> str:
+    return "?" if values is None else f"{values[0]:.0f}–{values[1]:.0f}"
