@@ -92,6 +92,11 @@ def test_every_preset_is_explained_on_every_kind_of_card(name: str) -> None:
         assert "what would help" in text
 
 
+def test_small_cards_are_said_to_be_limited_by_power() -> None:
+    assert "a card of 70 W does not hold its boost clock" in shown(explain_preset("gpt2-c256", device="t4"))
+    assert "boost clock" not in shown(explain_preset("gpt2-c256", device="a100"))
+
+
 def test_precision_and_sizes_can_be_chosen() -> None:
     result = explain_preset("gpt2-c256", device="h200", batch=4, context=2048, precision="fp32", plan="plain")
     assert result.case.model.decoder.context == 2048

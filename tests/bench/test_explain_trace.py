@@ -97,6 +97,14 @@ def test_a_launch_on_the_main_thread_during_backward_is_not_a_nodes() -> None:
     assert [k.phase for k in trace.read()] == ["forward"]
 
 
+def test_annotations_on_the_cards_timeline_do_not_decide_phases() -> None:
+    trace = Trace()
+    trace.mark("ProfilerStep#1", 0, 900, cat="user_annotation")
+    trace.mark("Optimizer.step#AdamW.step", 300, 100, cat="gpu_user_annotation")
+    trace.launch("aten::mm", [[8, 4], [4, 2]], 320)
+    assert [(k.phase, k.update) for k in trace.read()] == [("forward", False)]
+
+
 def test_kernels_of_a_graph_have_no_phase_and_no_operator() -> None:
     trace = Trace()
     trace.mark("cudaGraphLaunch", 5, 1, cat="cuda_runtime")

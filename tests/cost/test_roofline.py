@@ -30,6 +30,15 @@ def test_the_busiest_resource_bounds_an_op() -> None:
     assert floor(op(), RATES) == (0.0, "nothing")
 
 
+def test_in_true_fp32_products_and_other_arithmetic_share_the_vector_units() -> None:
+    shared = table_rates(card("h200"), "fp32")
+    cost = op(flops=66.9e12, vector_flops=66.9e11)
+    assert floor(cost, shared) == (pytest.approx(1.1), "vector units")
+    assert floor(cost, table_rates(card("h200"), "bf16")).seconds == pytest.approx(0.1)
+    unknown = Rates(matrix=100.0, bandwidth=10.0, vector=None, source="test")
+    assert floor(op(flops=500, vector_flops=1e9), unknown) == (5.0, "matrix units")
+
+
 def test_the_floor_counts_what_is_executed_and_not_what_the_model_needs() -> None:
     cost = OpCost(name="attention", phase="backward", flops=400, dense_flops=800, executed_flops=500)
     assert floor(cost, RATES).seconds == 5.0

@@ -11,6 +11,7 @@ from ridgeline.bench.explain import ExplainResult
 from ridgeline.hardware.spec import GIB, TERA
 from ridgeline.models.accounting import parameters
 
+POWER_LIMITED_W = 75  # what a slot without a power connector gives
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -81,6 +82,10 @@ def _step(result: ExplainResult) -> list[str]:
         )
     if result.rates.vector is None:
         lines.append("       arithmetic outside products is not counted: the card's fp32 rate could not be verified")
+    if result.spec.power_w is not None and result.spec.power_w <= POWER_LIMITED_W:
+        lines.append(
+            f"       a card of {result.spec.power_w} W does not hold its boost clock: expect less than its peaks"
+        )
     return lines
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from ridgeline.cost import Phase
 
 GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+HOST = {"cpu_op", "user_annotation"}
 LAUNCHES = {"cuda_runtime", "cuda_driver"}
 BACKWARD = "autograd::engine::evaluate_function"
 UPDATE = "Optimizer.step"
@@ -100,11 +101,13 @@ class _Phases:
         backward, updates, steps = defaultdict(list), [], []
         for event in events:
             name = event.get("name", "")
+            if event.get("cat") not in HOST:  # annotations appear on the card's timeline too, at another time
+                continue
             if name.startswith(BACKWARD):
                 backward[event["tid"]].append(_span(event))
             elif name.startswith(UPDATE):
                 updates.append(_span(event))
-            elif name.startswith(STEP) and event.get("cat") == "user_annotation":
+            elif name.startswith(STEP):
                 steps.append(_span(event))
         self.backward = {tid: Spans(spans) for tid, spans in backward.items()}
         self.updates = Spans(updates)

@@ -21,13 +21,15 @@ class Rates:
         matrix: FLOP/s of matrix products.
         bandwidth: bytes/s of device memory.
         vector: FLOP/s outside matrix products; None where no figure could be verified.
-        source: "peaks of the table" or "measured …".
+        source: "dense peaks of the table" or "measured …".
+        shared: products run on the vector units too, as in true fp32, so that both kinds of arithmetic add up.
     """
 
     matrix: float
     bandwidth: float
     vector: float | None
     source: str
+    shared: bool = False
 
 
 def table_rates(spec: DeviceSpec, precision: Precision) -> Rates:
@@ -37,6 +39,7 @@ def table_rates(spec: DeviceSpec, precision: Precision) -> Rates:
         bandwidth=spec.bandwidth,
         vector=spec.vector_peak,
         source="dense peaks of the table",
+        shared=precision == "fp32",
     )
 
 
@@ -53,6 +56,7 @@ def measured_rates(spec: DeviceSpec, ceilings: Ceilings, precision: Precision) -
         bandwidth=ceilings.copy_bytes_per_s,
         vector=spec.vector_peak or ceilings.products.get("fp32"),
         source=f"measured {ceilings.date}",
+        shared=precision == "fp32",
     )
 
 
@@ -65,12 +69,11 @@ class Floor(NamedTuple):
 
 def times(cost: OpCost, rates: Rates) -> dict[Bound, float]:
     """Seconds that one run of an op keeps each resource busy."""
+    matrix = cost.executed / rates.matrix
     vector = 0.0 if rates.vector is None else cost.vector_flops / rates.vector
-    return {
-        "matrix units": cost.executed / rates.matrix,
-        "memory": cost.bytes / rates.bandwidth,
-        "vector units": vector,
-    }
+    if rates.shared:
+        matrix, vector = 0.0, matrix + vector
+    return {"matrix units": matrix, "memory": cost.bytes / rates.bandwidth, "vector units": vector}
 
 
 def floor(cost: OpCost, rates: Rates) -> Floor:
