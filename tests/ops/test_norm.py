@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from error_budget import DEVICE, DTYPES, compare
 
+from error_budget import DEVICE, DTYPES, compare
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.norm import NormKind, available, norm, norm_reference, residual_norm
@@ -54,7 +54,16 @@ def test_residual_norm(
 
     def op(branch, residual, weight, bias, branch_bias, impl):
         return residual_norm(
-            branch, residual, weight, bias, kind=kind, branch_bias_C=branch_bias, p=p, dropout=DROPOUT, site=9, impl=impl
+            branch,
+            residual,
+            weight,
+            bias,
+            kind=kind,
+            branch_bias_C=branch_bias,
+            p=p,
+            dropout=DROPOUT,
+            site=9,
+            impl=impl,
         )
 
     compare(op, inputs, "triton")

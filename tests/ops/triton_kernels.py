@@ -82,7 +82,7 @@ def activation_cases() -> dict[str, Case]:
 def cross_entropy_cases() -> dict[str, Case]:
     from ridgeline.ops.cross_entropy import triton as loss
 
-    scalars = {"N": "i32", "stride": "i32", "dstride": "i32"}
+    scalars = {"N": "i32", "stride": "i32/16", "dstride": "i32/16"}
     kinds = pointers("bf16 logits dlogits; i64 targets; fp32 losses; i32 counts")
     absent = {"gradient_scale_ptr": None, "COUNTS": loss.COUNTS}
     small, wide = loss.config(8192, 65), loss.config(4096, 50257)
@@ -91,14 +91,14 @@ def cross_entropy_cases() -> dict[str, Case]:
             loss.cross_entropy_kernel,
             kinds,
             scalars,
-            {**absent, "V": 65, "WIDTH": 65, "ROWS": small.rows, "BLOCK_V": 128},
+            {**absent, "V": 65, "WIDTH": 72, "ROWS": small.rows, "BLOCK_V": 128},
             small,
         ),
         "cross-entropy 50257": Case(
             loss.cross_entropy_wide_kernel,
             kinds,
-            {"N": "i32", "stride": "i32/16", "dstride": "i32/16"},
-            {**absent, "V": 50257, "WIDTH": 50304, "BLOCK_V": wide.columns},
+            scalars,
+            {**absent, "V": 50257, "WIDTH": 50304, "DEPTH": wide.rows, "BLOCK_V": wide.columns},
             wide,
         ),
     }
@@ -143,7 +143,7 @@ def embedding_cases() -> dict[str, Case]:
             column_sums_kernel,
             pointers("fp32 partials out"),
             {"stride": "i32/16", "P": "i32", "W": "i32"},
-            {"index_ptr": None, "ACCUMULATE": True, "BLOCK_P": 64, "BLOCK_W": 16},
+            {"index_ptr": None, "ACCUMULATE": True, "BLOCK_P": 64, "BLOCK_W": 16, "STAGES": 1},
             Launch(rows=1, warps=4),
         ),
     }

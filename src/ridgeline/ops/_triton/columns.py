@@ -13,18 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.ops._triton.support import Launch
+
 
 @triton.jit(do_not_specialize=["P", "W"])
 def column_sums_kernel(
     partials_ptr, out_ptr, index_ptr, stride, P, W,
-    ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
+    ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """out[index[w]] (+)= Σ_p partials[p, w]."""
     column = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = column < W
     rows = tl.arange(0, BLOCK_P)
     sums = tl.zeros((BLOCK_P, BLOCK_W), dtype=tl.float32)
-    for first in range(0, P, BLOCK_P):
+    for first in tl.range(0, P, BLOCK_P, num_stages=STAGES):
         row = first + rows
         address = partials_ptr + (row.to(tl.int64) * stride)[:, None] + column[None, :]
         sums += tl.load(address, mask=(row < P)[:, None] & inside[None, :], other=0.0).to(tl.float32)
@@ -37,16 +39,32 @@ def column_sums_kernel(
     tl.store(out_ptr + target, total, mask=inside)
 
 
-def column_sums_raw(
-    partials_PW: Tensor, out: Tensor, index_W: Tensor | None = None, *, accumulate: bool = True, warps: int = 4
-) -> None:
-    """Add (or write) the column sums of `partials_PW` (fp32, or any storage) into fp32 `out`, at `index_W` (int32).
+def config(P: int, W: int) -> Launch:
+    """The launch for P rows of W columns."""
+    return Launch(rows=64, columns=16, warps=4) if W <= 4096 else Launch(rows=32, columns=128, warps=4)
 
-    Rows of `partials_PW` may be strided; its columns are contiguous. Bitwise the same on every run.
+
+def column_sums_raw(
+    partials_PW: Tensor,
+    out: Tensor,
+    index_W: Tensor | None = None,
+    *,
+    accumulate: bool = True,
+    launch: Launch | None = None,
+) -> None:
+    """Add (or write) the column sums of `partials_PW` into fp32 `out`. Bitwise the same on every run; no allocation.
+
+    Args:
+        partials_PW: fp32, or any storage; rows may be strided, columns are contiguous.
+        out: fp32, contiguous.
+        index_W: int32, the element of `out` where each column's sum belongs; None for the first W.
+        accumulate: add to `out` instead of writing it.
+        launch: None for the frozen one.
     """
     P, W = partials_PW.shape
-    block_p, block_w = (64, 16) if W <= 4096 else (32, 128)
-    column_sums_kernel[(triton.cdiv(W, block_w),)](
+    launch = launch or config(P, W)
+    column_sums_kernel[(triton.cdiv(W, launch.columns),)](
         partials_PW, out, index_W, partials_PW.stride(0), P, W,
-        ACCUMULATE=accumulate, BLOCK_P=block_p, BLOCK_W=block_w, num_warps=warps,
+        ACCUMULATE=accumulate, BLOCK_P=launch.rows, BLOCK_W=launch.columns, STAGES=launch.stages,
+        num_warps=launch.warps,
     )  # fmt: skip

@@ -112,12 +112,14 @@ def bias_gelu_backward_kernel(
 
 def forward_config(N: int, F: int) -> Launch:
     """The launch of the forward kernel for N rows of F."""
-    return Launch(rows=4, warps=4, columns=min(power_of_two(F), 512))
+    columns = min(power_of_two(F), 1024)
+    return Launch(rows=2048 // columns, warps=4, columns=columns)
 
 
 def backward_config(N: int, F: int) -> Launch:
     """The launch of the backward kernel for N rows of F."""
-    return Launch(rows=4, warps=4, columns=min(power_of_two(F), 512), per_processor=2)
+    columns = min(power_of_two(F), 1024)
+    return Launch(rows=2048 // columns, warps=4, columns=columns, per_processor=4, stages=2)
 
 
 def partial_rows(N: int, F: int, tensor: Tensor, config: Launch | None = None) -> int:

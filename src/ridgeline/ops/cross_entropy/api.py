@@ -113,7 +113,7 @@ def linear_cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The gradient is ready when the forward pass ends; the backward pass only scales it."""
+    """Loss forward, gradient backward: the incoming gradient may be a loss scale, without which fp16 underflows."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -122,17 +122,20 @@ class _CrossEntropy(torch.autograd.Function):
         N, V = logits_NV.shape
         counts = torch.empty(kernels.COUNTS, dtype=torch.int32, device=logits_NV.device)
         losses_P = torch.empty(kernels.loss_partials(N, V, logits_NV), device=logits_NV.device)
-        loss, dlogits_NV = (
-            torch.empty(1, device=logits_NV.device),
-            torch.empty(N, V, dtype=logits_NV.dtype, device=logits_NV.device),
-        )
+        loss = torch.empty(1, device=logits_NV.device)
         kernels.count_valid_raw(targets_N, counts)
-        kernels.cross_entropy_raw(logits_NV, targets_N, dlogits_NV, losses_P, counts)
+        kernels.cross_entropy_raw(logits_NV, targets_N, None, losses_P, counts, classes=V)
         kernels.mean_loss_raw(losses_P, counts, loss)
-        ctx.save_for_backward(dlogits_NV)
+        ctx.save_for_backward(logits_NV, targets_N, losses_P, counts)
         return loss.squeeze(0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (dlogits_NV,) = ctx.saved_tensors
-        return (dlogits_NV * dloss).to(dlogits_NV.dtype), None
+        from ridgeline.ops.cross_entropy.triton import cross_entropy_raw
+
+        logits_NV, targets_N, losses_P, counts = ctx.saved_tensors
+        N, V = logits_NV.shape
+        dlogits_NV = torch.empty(N, V, dtype=logits_NV.dtype, device=logits_NV.device)
+        scale = dloss.float().reshape(1)
+        cross_entropy_raw(logits_NV, targets_N, dlogits_NV, losses_P, counts, classes=V, gradient_scale=scale)
+        return dlogits_NV, None

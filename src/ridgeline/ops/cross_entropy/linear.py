@@ -84,6 +84,7 @@ def linear_cross_entropy_raw(
     buffers: HeadBuffers,
     *,
     gradient_scale: Tensor | None = None,
+    denominator: Tensor | None = None,
 ) -> None:
     """Loss and all gradients of a linear head.
 
@@ -94,6 +95,7 @@ def linear_cross_entropy_raw(
         gradients: hidden_NC is written; weight_VC and bias_V are added to.
         buffers: from `make_buffers`.
         gradient_scale: fp32[1] that multiplies every gradient (a loss scale), or None.
+        denominator: int32[1], what the gradients are divided by; None for the number of valid rows, as the loss is.
     """
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
     rows, first_partial = buffers.logits_KW.shape[0], 0
@@ -109,8 +111,9 @@ def linear_cross_entropy_raw(
         partials = kernels.loss_partials(part.stop - first, V, hidden_NC)
         losses_P = buffers.losses_P[first_partial : first_partial + partials]
         first_partial += partials
+        counts = buffers.counts if denominator is None else denominator
         kernels.cross_entropy_raw(
-            logits_KV, targets_N[part], padded_KW, losses_P, buffers.counts, gradient_scale=gradient_scale
+            padded_KW, targets_N[part], padded_KW, losses_P, counts, classes=V, gradient_scale=gradient_scale
         )
         torch.mm(logits_KV, weight_VC, out=gradients.hidden_NC[part])
         accumulate_product(gradients.weight_VC, logits_KV.t(), hidden_NC[part])
@@ -120,7 +123,9 @@ def linear_cross_entropy_raw(
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """The head's loss; its gradients are ready when the forward pass ends."""
+    """The head's loss. The forward pass leaves the gradients of the sum over rows, which fp16 can hold; the backward
+    pass multiplies them by what comes in, over the number of valid rows.
+    """
 
     @staticmethod
     def forward(
@@ -133,13 +138,16 @@ class LinearCrossEntropy(torch.autograd.Function):
         )
         loss = torch.empty(1, device=hidden_NC.device)
         buffers = make_buffers(hidden_NC.shape[0], weight_VC.shape[0], hidden_NC, chunk)
-        linear_cross_entropy_raw(hidden_NC, weight_VC, bias_V, targets_N, loss, gradients, buffers)
-        ctx.save_for_backward(*gradients)
+        one = torch.ones(1, dtype=torch.int32, device=hidden_NC.device)
+        linear_cross_entropy_raw(hidden_NC, weight_VC, bias_V, targets_N, loss, gradients, buffers, denominator=one)
+        ctx.save_for_backward(*gradients, buffers.counts)
         ctx.dtype = weight_VC.dtype
         return loss.squeeze(0)
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden_NC, weight_VC, bias_V = ctx.saved_tensors
-        dbias_V = None if bias_V is None else (bias_V * dloss).to(ctx.dtype)
-        return (hidden_NC * dloss).to(hidden_NC.dtype), (weight_VC * dloss).to(ctx.dtype), dbias_V, None, None
+        hidden_NC, weight_VC, bias_V, counts = ctx.saved_tensors
+        factor = dloss.float() / counts.sum()
+        dhidden_NC = (hidden_NC.float() * factor).to(hidden_NC.dtype)
+        dbias_V = None if bias_V is None else (bias_V * factor).to(ctx.dtype)
+        return dhidden_NC, (weight_VC * factor).to(ctx.dtype), dbias_V, None, None

@@ -2,6 +2,9 @@
 
 Up to 2,048 classes a tile holds whole rows; beyond, a program sweeps a row twice (the second time from L2). Bytes a
 row: logits once in, gradient once out. The number of valid rows is counted first, as integers, so that it is exact.
+
+Rows whose length is a multiple of 8 are read 16 bytes at a time, others element by element: heads of 37 or 50,257
+classes had better be padded. What the padding holds does not matter; its gradient is written as 0.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -20,7 +23,7 @@ _LOG2_E = tl.constexpr(1.44269504088896)
 _LOWEST = tl.constexpr(-3.0e38)
 COUNTS = 64  # partial counts of valid rows
 WHOLE_ROWS = 2048  # classes up to which a tile holds whole rows
-MAX_PROGRAMS = 1024
+MAX_PROGRAMS = 4096
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -55,9 +58,9 @@ def cross_entropy_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0)):
         row_R = tile * ROWS + tl.arange(0, ROWS)
         address_RV = logits_ptr + (row_R.to(tl.int64) * stride)[:, None] + column_V[None, :]
-        mask_RV = (row_R < N)[:, None] & (column_V < V)[None, :]
-        x_RV = tl.load(address_RV, mask=mask_RV, other=float("-inf")).to(tl.float32)
-        x_RV = tl.where((row_R < N)[:, None], x_RV, 0.0)
+        mask_RV = (row_R < N)[:, None] & (column_V < WIDTH)[None, :]
+        x_RV = tl.load(address_RV, mask=mask_RV, other=0.0).to(tl.float32)
+        x_RV = tl.where((column_V < V)[None, :], x_RV, float("-inf"))
         target_R = tl.load(targets_ptr + row_R, mask=row_R < N, other=_IGNORE).to(tl.int32)
         highest_R = tl.max(x_RV, axis=1)
         e_RV = tl.exp2((x_RV - highest_R[:, None]) * _LOG2_E)
@@ -67,49 +70,56 @@ def cross_entropy_kernel(
         chosen_R = tl.where((target_R >= 0) & (target_R < V), chosen_R, float("nan"))
         valid_R = target_R != _IGNORE
         loss_R += tl.where(valid_R, highest_R + tl.log(sum_R) - chosen_R, 0.0)
-        gradient_RV = e_RV * (1.0 / sum_R)[:, None] - hit_RV.to(tl.float32)
-        gradient_RV = tl.where(valid_R[:, None] & (column_V < V)[None, :], gradient_RV * scale, 0.0)
-        out_RV = dlogits_ptr + (row_R.to(tl.int64) * dstride)[:, None] + column_V[None, :]
-        out_mask_RV = (row_R < N)[:, None] & (column_V < WIDTH)[None, :]
-        tl.store(out_RV, gradient_RV.to(dlogits_ptr.dtype.element_ty), mask=out_mask_RV)
+        if dlogits_ptr is not None:
+            gradient_RV = e_RV * (1.0 / sum_R)[:, None] - hit_RV.to(tl.float32)
+            gradient_RV = tl.where(valid_R[:, None] & (column_V < V)[None, :], gradient_RV * scale, 0.0)
+            out_RV = dlogits_ptr + (row_R.to(tl.int64) * dstride)[:, None] + column_V[None, :]
+            tl.store(out_RV, gradient_RV.to(dlogits_ptr.dtype.element_ty), mask=mask_RV)
     tl.store(losses_ptr + tl.program_id(0), tl.sum(loss_R, axis=0))
 
 
 @triton.jit(do_not_specialize=["N"])
 def cross_entropy_wide_kernel(
     logits_ptr, targets_ptr, dlogits_ptr, losses_ptr, counts_ptr, gradient_scale_ptr, N, stride, dstride,
-    V: tl.constexpr, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, COUNTS: tl.constexpr,
+    V: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BLOCK_V: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """One row at a time, two sweeps: the running maximum and sum of each lane, then the gradient."""
+    """One row at a time, two sweeps: each lane's running maximum and sum, then the gradient.
+
+    A lane takes DEPTH elements a turn, so that it rescales its sum once for all of them.
+    """
     scale = row_scale(counts_ptr, gradient_scale_ptr, COUNTS)
-    lane_V = tl.arange(0, BLOCK_V)
+    column_DV = (tl.arange(0, DEPTH) * BLOCK_V)[:, None] + tl.arange(0, BLOCK_V)[None, :]
     loss = 0.0
     for row in tl.range(tl.program_id(0), N, tl.num_programs(0)):
         row_ptr = logits_ptr + tl.cast(row, tl.int64) * stride
-        out_ptr = dlogits_ptr + tl.cast(row, tl.int64) * dstride
         target = tl.load(targets_ptr + row).to(tl.int32)
         known = (target >= 0) & (target < V)
         # read before the reductions below, whose barriers keep it ahead of a gradient written in place
         chosen = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
         highest_V = tl.full((BLOCK_V,), _LOWEST, dtype=tl.float32)
         sum_V = tl.zeros((BLOCK_V,), dtype=tl.float32)
-        for first in range(0, V, BLOCK_V):
-            column_V = first + lane_V
-            x_V = tl.load(row_ptr + column_V, mask=column_V < V, other=float("-inf")).to(tl.float32)
-            raised_V = tl.maximum(highest_V, x_V)
-            sum_V = sum_V * tl.exp2((highest_V - raised_V) * _LOG2_E) + tl.exp2((x_V - raised_V) * _LOG2_E)
+        for first in range(0, WIDTH, DEPTH * BLOCK_V):
+            place_DV = first + column_DV
+            x_DV = tl.load(row_ptr + place_DV, mask=place_DV < WIDTH, other=0.0).to(tl.float32)
+            x_DV = tl.where(place_DV < V, x_DV, float("-inf"))
+            raised_V = tl.maximum(highest_V, tl.max(x_DV, axis=0))
+            e_DV = tl.exp2((x_DV - raised_V[None, :]) * _LOG2_E)
+            sum_V = sum_V * tl.exp2((highest_V - raised_V) * _LOG2_E) + tl.sum(e_DV, axis=0)
             highest_V = raised_V
         highest = tl.max(highest_V, axis=0)
         total = tl.sum(sum_V * tl.exp2((highest_V - highest) * _LOG2_E), axis=0)
         valid = target != _IGNORE
         loss += tl.where(valid, highest + tl.log(total) - chosen, 0.0)
-        factor = tl.where(valid, scale, 0.0)
-        for first in range(0, WIDTH, BLOCK_V):
-            column_V = first + lane_V
-            x_V = tl.load(row_ptr + column_V, mask=column_V < V, other=float("-inf")).to(tl.float32)
-            gradient_V = tl.exp2((x_V - highest) * _LOG2_E) / total - (column_V == target).to(tl.float32)
-            gradient_V = tl.where(column_V < V, gradient_V * factor, 0.0)
-            tl.store(out_ptr + column_V, gradient_V.to(dlogits_ptr.dtype.element_ty), mask=column_V < WIDTH)
+        if dlogits_ptr is not None:
+            factor = tl.where(valid, scale / total, 0.0)
+            hit = tl.where(valid, scale, 0.0)
+            out_ptr = dlogits_ptr + tl.cast(row, tl.int64) * dstride
+            for first in range(0, WIDTH, DEPTH * BLOCK_V):
+                place_DV = first + column_DV
+                x_DV = tl.load(row_ptr + place_DV, mask=place_DV < WIDTH, other=0.0).to(tl.float32)
+                gradient_DV = tl.exp2((x_DV - highest) * _LOG2_E) * factor - tl.where(place_DV == target, hit, 0.0)
+                gradient_DV = tl.where((place_DV < V) & valid, gradient_DV, 0.0)
+                tl.store(out_ptr + place_DV, gradient_DV.to(dlogits_ptr.dtype.element_ty), mask=place_DV < WIDTH)
     tl.store(losses_ptr + tl.program_id(0), loss)
 
 
@@ -126,15 +136,15 @@ def mean_loss_kernel(losses_ptr, counts_ptr, loss_ptr, P, BLOCK: tl.constexpr, C
 def config(N: int, V: int) -> Launch:
     """The launch for N rows of V classes."""
     if V > WHOLE_ROWS:
-        return Launch(rows=1, columns=4096, warps=8, per_processor=4)
-    width = power_of_two(V)
-    return Launch(rows=max(1, min(128, 4096 // width)), columns=width, warps=4, per_processor=4)
+        return Launch(rows=4, columns=2048, warps=8, per_processor=4)
+    return Launch(rows=max(1, min(32, 1024 // power_of_two(V))), warps=1, per_processor=16)
 
 
 def loss_partials(N: int, V: int, tensor: Tensor, launch: Launch | None = None) -> int:
     """Partial losses (programs) of a launch on the tensor's card."""
     launch = launch or config(N, V)
-    return min(grid_rows(N, launch.rows), launch.per_processor * processors(tensor.device), MAX_PROGRAMS)
+    tiles = N if V > WHOLE_ROWS else grid_rows(N, launch.rows)
+    return min(tiles, launch.per_processor * processors(tensor.device), MAX_PROGRAMS)
 
 
 def count_valid_raw(targets_N: Tensor, counts: Tensor) -> None:
@@ -143,38 +153,40 @@ def count_valid_raw(targets_N: Tensor, counts: Tensor) -> None:
 
 
 def cross_entropy_raw(
-    logits_NV: Tensor,
+    logits_NW: Tensor,
     targets_N: Tensor,
-    dlogits_NW: Tensor,
+    dlogits_NW: Tensor | None,
     losses_P: Tensor,
     counts: Tensor,
     *,
+    classes: int,
     gradient_scale: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Losses and the gradient of the logits. Allocates nothing.
 
     Args:
-        logits_NV: any storage dtype; rows may be strided, columns are contiguous.
+        logits_NW: any storage dtype, W ≥ classes; rows may be strided, columns are contiguous.
         targets_N: int64 or int32 classes, −100 where ignored; a class out of range makes the loss NaN.
-        dlogits_NW: gradient, W ≥ V; may be the logits' own memory. Columns past V become 0 (padded heads).
+        dlogits_NW: gradient; may be the logits' own memory, or None for the loss alone. Columns from `classes` on
+            become 0.
         losses_P: fp32 partial sums of losses, `loss_partials` of them.
         counts: int32, a power of two of them, whose sum is the number of rows that the mean is over.
+        classes: V.
         gradient_scale: fp32[1] that multiplies the gradient (a loss scale), or None.
-        launch: None for the frozen one.
+        launch: None for the frozen one; beyond 2,048 classes its rows are the depth of a lane's turn.
     """
-    N, V = logits_NV.shape
-    launch = launch or config(N, V)
+    N, W = logits_NW.shape
+    launch = launch or config(N, classes)
     arguments = (
-        logits_NV, targets_N, dlogits_NW, losses_P, counts, gradient_scale,
-        N, logits_NV.stride(0), dlogits_NW.stride(0),
+        logits_NW, targets_N, dlogits_NW, losses_P, counts, gradient_scale,
+        N, logits_NW.stride(0), 0 if dlogits_NW is None else dlogits_NW.stride(0),
     )  # fmt: skip
-    sizes = {"V": V, "WIDTH": dlogits_NW.shape[1], "COUNTS": counts.shape[0], "num_warps": launch.warps}
-    if V > WHOLE_ROWS:
-        cross_entropy_wide_kernel[(losses_P.shape[0],)](*arguments, BLOCK_V=launch.columns, **sizes)
+    sizes = {"V": classes, "WIDTH": W, "COUNTS": counts.shape[0], "num_warps": launch.warps}
+    if classes > WHOLE_ROWS:
+        cross_entropy_wide_kernel[(losses_P.shape[0],)](*arguments, DEPTH=launch.rows, BLOCK_V=launch.columns, **sizes)
     else:
-        block_v = power_of_two(max(V, dlogits_NW.shape[1]))
-        cross_entropy_kernel[(losses_P.shape[0],)](*arguments, ROWS=launch.rows, BLOCK_V=block_v, **sizes)
+        cross_entropy_kernel[(losses_P.shape[0],)](*arguments, ROWS=launch.rows, BLOCK_V=power_of_two(W), **sizes)
 
 
 def mean_loss_raw(losses_P: Tensor, counts: Tensor, loss: Tensor) -> None:

@@ -125,13 +125,22 @@ def norm_backward_kernel(
 
 
 def forward_config(N: int, C: int) -> Launch:
-    """The launch of the forward kernel for N rows of C."""
-    return Launch(rows=max(1, min(8, 1024 // power_of_two(C))), warps=1 if C <= 1024 else 8)
+    """The launch of the forward kernel for N rows of C: about 512 elements a warp, whole rows in a few warps."""
+    rows = max(1, min(4, 4096 // power_of_two(C)))
+    return Launch(rows=rows, warps=max(1, min(8, rows * power_of_two(C) // 512)))
 
 
 def backward_config(N: int, C: int) -> Launch:
-    """The launch of the backward kernel for N rows of C."""
-    return Launch(rows=max(1, min(4, 1024 // power_of_two(C))), warps=4 if C <= 1024 else 8, per_processor=4)
+    """The launch of the backward kernel for N rows of C.
+
+    One warp a program up to 1,024 columns, so that row sums are shuffles alone; the next tile is in flight meanwhile.
+    """
+    width = power_of_two(C)
+    if width > 1024:
+        return Launch(rows=1, warps=width // 512, per_processor=2, stages=2)
+    if N * width < 1 << 22:
+        return Launch(rows=2, warps=1, per_processor=4)
+    return Launch(rows=max(1, 1024 // width), warps=1, per_processor=8, stages=2)
 
 
 def partial_rows(N: int, C: int, tensor: Tensor, config: Launch | None = None) -> int:

@@ -1,0 +1,64 @@
+"""The Triton masks are the specification's, bit for bit; the specification's masks have the promised frequency."""
+
+import pytest
+import torch
+
+from error_budget import DEVICE, DTYPES
+from ridgeline.errors import UnsupportedError
+from ridgeline.ops.dropout import DropoutState, available, dropout, hidden_keep, quantise
+
+SEEDS = [(0, 0, 0), (2**40 + 12345, 7, 3), (-1, 2**33 + 5, 1000)]  # seed, step, sample offset
+
+
+def make_state(seed: int, step: int, offset: int) -> DropoutState:
+    return DropoutState(torch.tensor([seed, step], device=DEVICE), offset)
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("shape", [(2, 5, 12), (3, 7, 64), (1, 3, 516), (2, 2, 1028)])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_masks_are_bit_for_bit_the_specification(shape: tuple[int, int, int], seed: tuple[int, int, int]) -> None:
+    pytest.importorskip("triton")
+    for site, p in ((0, 0.2), (17, 0.5)):
+        ones = torch.ones(shape, device=DEVICE)
+        kept = dropout(ones, p, make_state(*seed), site, impl="triton") != 0
+        assert torch.equal(kept, hidden_keep(make_state(*seed), site, shape, p, DEVICE))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_and_gradient(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype).requires_grad_()
+    weighting = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    state, (_, scale) = make_state(1, 2, 3), quantise(0.2)
+    keep = hidden_keep(state, 4, (2, 3, 8), 0.2, DEVICE)
+    out = dropout(x, 0.2, state, 4, impl="triton")
+    (slope,) = torch.autograd.grad(out, [x], weighting)
+    assert torch.equal(out, (x.detach().float() * keep * scale).to(dtype))
+    assert torch.equal(slope, (weighting.float() * keep * scale).to(dtype))
+
+
+def test_parts_of_a_batch_draw_the_whole_batchs_masks() -> None:
+    state = make_state(3, 4, 0)
+    whole = hidden_keep(state, 1, (6, 4, 8), 0.3, DEVICE)
+    parts = [hidden_keep(state._replace(sample_offset=start), 1, (2, 4, 8), 0.3, DEVICE) for start in (0, 2, 4)]
+    assert torch.equal(whole, torch.cat(parts))
+
+
+def test_frequency() -> None:
+    keep = hidden_keep(make_state(5, 6, 0), 2, (64, 32, 256), 0.2, DEVICE)
+    deviation = (0.2 * 0.8 / keep.numel()) ** 0.5
+    assert abs(keep.float().mean().item() - 0.8) < 5 * deviation
+
+
+@pytest.mark.parametrize(
+    ("shape", "p", "message"),
+    [((2, 3, 6), 0.1, "C a multiple of 4"), ((6, 8), 0.1, "C a multiple of 4"), ((2, 3, 8), 1.0, "p must be in")],
+)
+def test_bad_input(shape: tuple[int, ...], p: float, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        dropout(torch.ones(shape, device=DEVICE), p, make_state(0, 0, 0), 0)
+
+
+def test_pytorchs_dropout_is_not_offered() -> None:
+    assert "unknown implementation 'torch'" in (available("torch", DEVICE) or "")
