@@ -33,7 +33,8 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"gelu", "gelu"),
         (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight", "embedding"),
         (r"dropout|bernoulli|philox|rand", "dropout"),
-        (r"one_hot|aten::cat|fused_cat|CatArray", "input"),
+        (r"constant_pad_nd|masked_fill|triu", "attention"),  # the relative term's skew and the causal mask
+        (r"one_hot|(?<![a-z])cat(?![a-z])|CatArray", "input"),
     )
 )
 # tried only on what nothing above knows: an addition, a sum over rows and a change of type can belong to anything
