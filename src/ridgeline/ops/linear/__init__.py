@@ -55,7 +55,8 @@ def linear(
             "cuda" (Hopper GEMM with fused epilogues).
 
     Returns:
-        (…, M) in x's dtype.
+        (…, M) in x's dtype; for "torch" and "cuda" each row starts at a multiple of 16 bytes, so that for odd widths it
+        is not contiguous.
 
     Raises:
         ValueError: shapes or dtypes that do not fit together, or an epilogue that does not exist.
@@ -71,12 +72,8 @@ def linear(
     if impl == "reference":
         out_NM = linear_reference(x_NK, weight_MK, bias_M, gelu=gelu, residual_NM=residual_NM, masks=masks)
     else:
-        if impl == "cuda" and (K % 8 or M % 8):
-            raise UnsupportedError(
-                f"impl='cuda' cannot run: the copy engine needs widths that are multiples of 8, got K={K} and M={M}"
-            )
         out_NM = Linear.apply(x_NK, weight_MK, bias_M, residual_NM, gelu, masks, impl)
-    return out_NM.view(*x.shape[:-1], M)
+    return out_NM.unflatten(0, x.shape[:-1])
 
 
 def _check(

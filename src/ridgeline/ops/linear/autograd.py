@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.linear.products import TORCH_NAME, forward_raw, input_gradient_raw, weight_gradient_raw
+from ridgeline.ops.linear.products import (
+    TORCH_NAME,
+    aligned,
+    aligned_empty,
+    forward_raw,
+    input_gradient_raw,
+    weight_gradient_raw,
+)
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 
 
@@ -26,8 +33,10 @@ class Linear(torch.autograd.Function):
         impl: str,
     ) -> Tensor:
         """y of `linear_reference`, by `impl`."""
-        out_NM = x_NK.new_empty(x_NK.shape[0], weight_MK.shape[0])
-        pre_NM = torch.empty_like(out_NM) if gelu is not None else None
+        x_NK, weight_MK = aligned(x_NK), aligned(weight_MK)
+        residual_NM = None if residual_NM is None else aligned(residual_NM)
+        out_NM = aligned_empty(x_NK, x_NK.shape[0], weight_MK.shape[0])
+        pre_NM = aligned_empty(x_NK, *out_NM.shape) if gelu is not None else None
         forward_raw(
             x_NK, weight_MK, out_NM,
             bias_M=bias_M, gelu=gelu, pre_NM=pre_NM, residual_NM=residual_NM, masks=masks, impl=impl,
@@ -41,14 +50,15 @@ class Linear(torch.autograd.Function):
         """Gradients of x, W, b and residual, each in its tensor's dtype."""
         x_NK, weight_MK, pre_NM = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
-        dy_NM = dout_NM.contiguous()
+        dy_NM = dout_NM
         if ctx.masks is not None:
             dy_NM = masked(dy_NM, ctx.masks)
         if pre_NM is not None:
             dy_NM = torch.ops.aten.gelu_backward(dy_NM, pre_NM, approximate=TORCH_NAME[ctx.gelu])
         dx_NK = dweight_MK = dbias_M = None
+        dy_NM = aligned(dy_NM)
         if needs_x:
-            dx_NK = torch.empty_like(x_NK)
+            dx_NK = aligned_empty(x_NK, *x_NK.shape)
             input_gradient_raw(dy_NM, weight_MK, dx_NK, impl=ctx.impl)
         if needs_weight:
             wide_MK = torch.empty_like(weight_MK, dtype=torch.float32)

@@ -1,4 +1,5 @@
-// D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a: 16-bit operands, fp32 accumulators, any M, K and N multiples of 8.
+// D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a: 16-bit operands, fp32 accumulators, any M, N and K; rows of every matrix
+// start at multiples of 16 bytes.
 //
 // One producer warp feeds shared memory through the bulk copy engine; two consumer warpgroups take whole output tiles in
 // turn, so that one's epilogue runs under the other's products (or, COOPERATIVE, halves of one tile at a time, which
@@ -243,7 +244,9 @@ struct Consumer {
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
       const int x = column + 8 * j + 2 * (lane & 3);
-      bias[j] = HAS_BIAS && x < p.n ? *reinterpret_cast<const u32*>(pointer + x) : 0;
+      bias[j] = 0;
+      if (HAS_BIAS && x + 1 < p.n) bias[j] = *reinterpret_cast<const u32*>(pointer + x);
+      else if (HAS_BIAS && x < p.n) bias[j] = pointer[x];
     }
   }
   // C panel i of the tile at (column, row), which warpgroup `reader` takes, into its slot; the slot must be free.

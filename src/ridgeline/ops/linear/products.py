@@ -1,5 +1,8 @@
 """The products of a linear layer, forward and backward, into given buffers.
 
+The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: buffers for widths such as 521 come from
+`aligned_empty`.
+
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
 impl="cuda"   the Hopper GEMM with its epilogues, where `gemm.choose` knows a configuration that wins
 """
@@ -12,7 +15,22 @@ from torch import Tensor
 from ridgeline.ops.linear import gemm
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 
+ROW_ALIGNMENT = 16  # bytes: what the copy engine takes, and what cuBLAS's fast kernels want
 TORCH_NAME = {"exact": "none", "tanh": "tanh"}
+
+
+def aligned_empty(like: Tensor, rows: int, width: int) -> Tensor:
+    """An uninitialised (rows, width) tensor whose rows start at multiples of 16 bytes (odd widths: not contiguous)."""
+    step = ROW_ALIGNMENT // like.element_size()
+    return like.new_empty(rows, -(-width // step) * step)[:, :width]
+
+
+def aligned(x_NK: Tensor) -> Tensor:
+    """`x_NK` itself if its rows start at multiples of 16 bytes, else a copy whose rows do."""
+    step_bytes = x_NK.stride(0) * x_NK.element_size()
+    if x_NK.stride(1) == 1 and step_bytes % ROW_ALIGNMENT == 0 and x_NK.data_ptr() % ROW_ALIGNMENT == 0:
+        return x_NK
+    return aligned_empty(x_NK, *x_NK.shape).copy_(x_NK)
 
 
 def forward_raw(
