@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ridgeline.bench.contenders import Step, build_step, find_contender
+from ridgeline.bench.contenders import build_step, find_contender
 from ridgeline.bench.explain import ExplainResult, explain, preset_case
 from ridgeline.bench.kernel_map import EITHER, UNMAPPED, KernelMap
 from ridgeline.bench.nvml import monitor
@@ -276,7 +277,7 @@ def measure_preset(
     data = random_batch(work, device)
     torch.cuda.reset_peak_memory_stats(device)
 
-    def ready(run: Step) -> Callable[[], object]:
+    def ready(run: Callable[[dict[str, Tensor]], object]) -> Callable[[], object]:
         warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
         return lambda: run(data)
 
