@@ -23,15 +23,17 @@ EITHER = " or "  # between the names of layers whose products have one shape in 
 PADDING = 16  # torch.compile pads unaligned product sizes to a multiple of up to this
 
 _PRODUCT = re.compile(r"aten::(mm|addmm|_addmm_activation|linear|_scaled_mm)(_|\.|$)")
+_UPDATE = re.compile(r"adam\w*_update|fused_?adam|FusedAdam", re.IGNORECASE)
 _BATCHED = re.compile(r"aten::(bmm|baddbmm)")
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), name)
     for pattern, name in (
-        (r"log_?softmax|nll_loss|cross_entropy|log_?sum_?exp", "cross_entropy"),
-        (r"flash|fmha|sdpa|scaled_dot_product|attention|attn|softmax", "attention"),
+        (r"log_?softmax|nll_loss|cross_entropy|log_?sum_?exp|count_valid|mean_loss", "cross_entropy"),
+        (r"flash|fmha|sdpa|scaled_dot_product|attention|attn|softmax|group_gradients|table_gradient$", "attention"),
         (r"layer_?norm|rms_?norm|norm_(forward|backward)_kernel|GammaBeta", "norm"),
         (r"gelu", "gelu"),
-        (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight", "embedding"),
+        (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight|gather_kernel", "embedding"),
+        (r"table_gradient_", "embedding"),
         (r"dropout|bernoulli|philox|rand", "dropout"),
         (r"constant_pad_nd|masked_fill|triu", "attention"),  # the relative term's skew and the causal mask
         (r"one_hot|(?<![a-z])cat(?![a-z])|CatArray", "input"),
@@ -105,7 +107,7 @@ class KernelMap:
         if kernel.kind != "kernel":
             return COPIES
         if kernel.phase == "optimizer":
-            return "grad_norm"
+            return "adamw" if _UPDATE.search(kernel.name) else "grad_norm"
         if _PRODUCT.match(kernel.operator) and len(kernel.shapes) >= 2:
             return self._product(kernel)
         if _BATCHED.match(kernel.operator) or self._has_scores(kernel.shapes):
