@@ -201,6 +201,41 @@ def optimizer_cases() -> dict[str, Case]:
     }
 
 
+def planted_cases() -> dict[str, Case]:
+    """dk += (q kᵀ)ᵀ q with a transposed register result, which the lint must catch, and without."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def transposed(q_ptr, k_ptr, out_ptr, N, BLOCK: tl.constexpr, D: tl.constexpr):
+        row, column = tl.arange(0, BLOCK), tl.arange(0, D)
+        k = tl.load(k_ptr + row[:, None] * D + column[None, :])
+        total = tl.zeros((BLOCK, D), tl.float32)
+        for first in range(0, N, BLOCK):
+            q = tl.load(q_ptr + (first + row)[:, None] * D + column[None, :])
+            scores = (tl.dot(q, tl.trans(k)) * 0.5).to(q.dtype)
+            total += tl.dot(tl.trans(scores), q)
+        tl.store(out_ptr + row[:, None] * D + column[None, :], total)
+
+    @triton.jit
+    def direct(q_ptr, k_ptr, out_ptr, N, BLOCK: tl.constexpr, D: tl.constexpr):
+        row, column = tl.arange(0, BLOCK), tl.arange(0, D)
+        k = tl.load(k_ptr + row[:, None] * D + column[None, :])
+        total = tl.zeros((BLOCK, D), tl.float32)
+        for first in range(0, N, BLOCK):
+            q = tl.load(q_ptr + (first + row)[:, None] * D + column[None, :])
+            scores = (tl.dot(k, tl.trans(q)) * 0.5).to(q.dtype)
+            total += tl.dot(scores, q)
+        tl.store(out_ptr + row[:, None] * D + column[None, :], total)
+
+    kinds, sizes = pointers("bf16 q k; fp32 out"), {"BLOCK": 64, "D": 64}
+    launch = Launch(rows=64, warps=4, stages=2)
+    return {
+        name: Case(kernel, kinds, {"N": "i32"}, sizes, launch)
+        for name, kernel in (("transposed result", transposed), ("no transpose", direct))
+    }
+
+
 def all_cases() -> dict[str, Case]:
     """Every launch by name."""
     return norm_cases() | activation_cases() | cross_entropy_cases() | embedding_cases() | optimizer_cases()
@@ -220,6 +255,7 @@ def measure(name: str, case: Case, architecture: int) -> dict[str, Any]:
     return {
         "name": name,
         "architecture": architecture,
+        "warps": case.launch.warps,
         "registers": result.registers,
         "spilled": result.spilled,
         "shared": result.shared,
@@ -227,12 +263,15 @@ def measure(name: str, case: Case, architecture: int) -> dict[str, Any]:
     }
 
 
-def main(architectures: list[int]) -> None:
+def main(arguments: list[str]) -> None:
     """Compile on two threads (the compiler releases the lock) and print a list of rows."""
-    jobs = [(name, case, architecture) for architecture in architectures for name, case in all_cases().items()]
+    if arguments == ["--planted"]:
+        jobs = [(name, case, 90) for name, case in planted_cases().items()]
+    else:
+        jobs = [(name, case, int(architecture)) for architecture in arguments for name, case in all_cases().items()]
     with ThreadPoolExecutor(2) as pool:
         print(json.dumps(list(pool.map(lambda job: measure(*job), jobs))))
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]] or list(ARCHITECTURES))
+    main(sys.argv[1:] or list(map(str, ARCHITECTURES)))
