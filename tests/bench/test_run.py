@@ -28,7 +28,8 @@ class Fake:
     def __init__(self, case, contender, device, plan):
         self.name, self.error, self.first_step_s = contender, "", None
         self.times_ms: list[float] = []
-        self.peak = None
+        self.peak = self.phases_ms = None
+        self.command: dict = {}
         Fake.alive += 1
         self.late = Fake.alive > Fake.crowd and contender not in run.ANCHORS
         self.log.append(("start", contender))
@@ -44,7 +45,9 @@ class Fake:
         if self.name == "graph":
             self.error = "UnsupportedError: cannot"
             return {}
-        count = getattr(self, "command", {}).get("time", 0)
+        count = self.command.get("time", 0)
+        if "phases" in self.command:
+            return {"phases_ms": {"forward": 0.9, "backward": 1.0, "optimizer": 0.1}}
         return {"first_step_s": 1.5, "times_ms": [2.0] * count, "peak_memory_bytes": 7}
 
     @property
@@ -76,6 +79,7 @@ def test_turns_are_interleaved_and_their_order_swapped():
         assert result.tokens_per_s == CASE.tokens / 2e-3
         assert result.windows_per_s == CASE.batch / 2e-3
         assert result.first_step_s == 1.5
+        assert result.phases_ms == {"forward": 0.9, "backward": 1.0, "optimizer": 0.1}
 
 
 @pytest.mark.usefixtures("_fakes")
@@ -169,6 +173,8 @@ def test_real_processes_measure_and_fail_apart(tmp_path):
     eager, graph = record.contenders
     assert eager.error is None
     assert eager.step_ms is not None
+    assert eager.phases_ms is not None
+    assert list(eager.phases_ms) == ["forward", "backward", "optimizer"]
     assert "needs a CUDA device" in (graph.error or "")
     assert record.versions["torch"] == torch.__version__
     assert record.gpus == 0
@@ -181,6 +187,21 @@ def test_a_worker_that_dies_is_an_error_with_its_last_words(monkeypatch):
     assert worker.wait(20) == {}
     assert "ended with 1" in worker.error
     worker.close()
+
+
+def test_every_contender_starts_with_empty_caches_of_its_own(monkeypatch, tmp_path):
+    # so that no compile time depends on who came first
+    script = tmp_path / "show"
+    script.write_text("#!/bin/sh\necho $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(run.sys, "executable", str(script))
+    seen: list[str] = []
+    for _ in range(2):
+        worker = WorkerProcess(CASE, "compile", CPU, Plan())
+        worker.wait(20)
+        seen += worker.error.rsplit(": ", 1)[1].split()
+        worker.close()
+    assert len(seen) == len(set(seen)) == 4
 
 
 def test_a_worker_that_hangs_is_an_error(monkeypatch, tmp_path):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ridgeline.bench.workloads import Workload
 from ridgeline.engine import TrainStep, find_precision
 from ridgeline.engine.capture import CudaCapture
+from ridgeline.engine.phases import END, Mark, Marks, measure, no_mark
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models import Model, build
 from ridgeline.models.decoder import Attention
@@ -27,8 +28,6 @@ from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig, build_adamw
 
 OPTIMIZER = OptimizerConfig(lr=3e-4, weight_decay=0.1, clip=1.0)
-
-Step = Callable[[dict[str, Tensor]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,15 +105,20 @@ class TorchStep:
             self.loss = torch.compile(model.loss, mode=contender.compile, dynamic=False)
         self.capture = CudaCapture(self.device) if contender.capture else None
         self.replay: Callable[[], None] | None = None
+        self.mark: Mark = no_mark
 
     def _step(self, batch: dict[str, Tensor]) -> None:
         with self.precision.products():
+            self.mark("forward")
             with self.precision.forward(self.device):
                 loss = self.loss(batch)
+            self.mark("backward")
             loss.backward()
+            self.mark("optimizer")
             nn.utils.clip_grad_norm_(self.model.parameters(), OPTIMIZER.clip, foreach=True)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            self.mark(END)
 
     def __call__(self, batch: dict[str, Tensor]) -> None:
         """Trains on `batch`, which a captured step reads at the addresses it had the first time."""
@@ -125,6 +129,20 @@ class TorchStep:
             self.capture.warm_up(lambda: self._step(batch))
             self.replay = self.capture(lambda: self._step(batch))
         self.replay()
+
+    def phases(self, batch: dict[str, Tensor], steps: int = 10) -> dict[str, float]:
+        """Median milliseconds of each phase, measured in a program of its own; trains on `batch` meanwhile."""
+        self(batch)
+        marks = Marks(self.device, captured=self.capture is not None)
+        self.mark = marks
+        try:
+            run = lambda: self._step(batch)  # noqa: E731
+            return measure(self.capture(run) if self.capture else run, marks, steps)
+        finally:
+            self.mark = no_mark
+
+
+Step = TorchStep | TrainStep
 
 
 def _explicit_attention(module: Attention, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:

@@ -8,6 +8,7 @@ within a group.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -50,6 +51,7 @@ class Plan:
         steps: timed steps of a turn.
         warm_s: longest warm-up of a contender, in seconds.
         build_s: longest time until a contender is ready, in seconds, compilation included.
+        phases: steps over which phases are measured, in a program of its own after the turns; 0 to leave them out.
         together: start all contenders at once. Quicker, but first-step times are then not measured.
     """
 
@@ -57,6 +59,7 @@ class Plan:
     steps: int = 20
     warm_s: float = 10.0
     build_s: float = 300.0
+    phases: int = 10
     together: bool = False
 
     def __post_init__(self) -> None:
@@ -72,6 +75,7 @@ class WorkerProcess:
         self.first_step_s: float | None = None
         self.times_ms: list[float] = []
         self.peak: int | None = None
+        self.phases_ms: dict[str, float] | None = None
         self._folder = tempfile.mkdtemp(prefix="ridgeline-bench-")
         self._log: IO[bytes] = open(Path(self._folder) / "log", "w+b")  # noqa: SIM115
         read, write = os.pipe()
@@ -129,7 +133,8 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Ends the process and removes its caches."""
-        if self._process.stdin is not None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone, and took an unread command with it
             self._process.stdin.close()
         try:
             self._process.wait(GRACE_S)
@@ -194,6 +199,7 @@ class _Bench:
         workers = self._start(names)
         try:
             self._turns([worker for worker in workers if not worker.error])
+            self._phases(workers)
             crowded = []
             for worker in workers:
                 if worker.out_of_memory and len(workers) > 1 and worker.name not in ANCHORS:
@@ -235,6 +241,14 @@ class _Bench:
                 worker.times_ms += answer.get("times_ms", [])
                 worker.peak = answer.get("peak_memory_bytes")
 
+    def _phases(self, workers: list[WorkerProcess]) -> None:
+        """Phases of each contender, after all turns: a measurement that fails costs no result."""
+        for worker in workers:
+            if self.plan.phases and not worker.error:
+                worker.send({"phases": self.plan.phases})
+                worker.phases_ms = worker.wait(self.plan.build_s).get("phases_ms")
+                worker.error = "" if worker.times_ms else worker.error
+
     def _shares(self, seconds: float) -> tuple[float | None, float | None]:
         """MFU and share of the floor of a step; None where the card's peaks are not known.
 
@@ -273,6 +287,7 @@ class _Bench:
             mfu=mfu,
             floor_share=floor_share,
             peak_memory_bytes=worker.peak,
+            phases_ms=worker.phases_ms,
             first_step_s=worker.first_step_s,
         )
 

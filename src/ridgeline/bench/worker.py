@@ -5,6 +5,7 @@ the argument; standard output stays free for whatever libraries print.
 
     {"build": {workload, contender, device}}  → {"first_step_s", "warm_steps"}
     {"time": K}                               → {"times_ms": [...], "peak_memory_bytes"}
+    {"phases": K}                             → {"phases_ms": {...}}
     anything that fails                       → {"error"}, and the process ends
 """
 
@@ -18,10 +19,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ridgeline.bench.contenders import build_step, find_contender
+from ridgeline.bench.contenders import TorchStep, build_step, find_contender
 from ridgeline.bench.timing import time_steps, warm_up
 from ridgeline.bench.workloads import random_batch, workload
+from ridgeline.engine import TrainStep
 
 SETTLE = 3  # untimed steps of a turn: clocks and caches come back after the others' turns
 
@@ -31,6 +34,8 @@ class Worker:
 
     def __init__(self) -> None:
         self.step: Callable[[], object] | None = None
+        self.train: TorchStep | TrainStep | None = None
+        self.batch: dict[str, Tensor] = {}
         self.device = torch.device("cpu")
 
     def build(self, *, workload_args: dict[str, Any], contender: str, device: str, warm_s: float) -> dict[str, Any]:
@@ -40,9 +45,9 @@ class Worker:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.zeros(1, device=self.device)  # the context is not the contender's cost
-        batch = random_batch(case, self.device)
+        self.batch = batch = random_batch(case, self.device)
         start = time.perf_counter()
-        train = build_step(find_contender(contender), case, self.device)
+        self.train = train = build_step(find_contender(contender), case, self.device)
         self.step = lambda: train(batch)
         self.step()
         self._wait()
@@ -60,6 +65,17 @@ class Worker:
             torch.cuda.empty_cache()
         return {"times_ms": times, "peak_memory_bytes": peak}
 
+    def phases(self, count: int) -> dict[str, Any]:
+        """Measures the phases of a step over `count` steps."""
+        assert self.train is not None
+        return {"phases_ms": self.train.phases(self.batch, count)}
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Does what a command says."""
+        if "build" in command:
+            return self.build(**command["build"])
+        return self.phases(command["phases"]) if "phases" in command else self.time(command["time"])
+
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -72,7 +88,7 @@ def main() -> None:
         for line in sys.stdin:
             command = json.loads(line)
             try:
-                answer = worker.build(**command["build"]) if "build" in command else worker.time(command["time"])
+                answer = worker.answer(command)
             except Exception as error:
                 text = str(error).strip()
                 answer = {"error": f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"[:500]}

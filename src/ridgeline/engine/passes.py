@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ridgeline.engine.feed import Feed
 from ridgeline.engine.flat import FlatParameters
+from ridgeline.engine.phases import Mark, no_mark
 from ridgeline.engine.precision import Precision
 from ridgeline.errors import ConfigError
 from ridgeline.ops.dropout import DropoutState
@@ -73,18 +74,23 @@ class Passes:
     ) -> None:
         self.loss, self.flat, self.precision, self.cut = loss, flat, precision, cut
         self.seed_step, self.loss_scale = seed_step, loss_scale
+        self.mark: Mark = no_mark
         self._streams: list[torch.cuda.Stream] = []
         if flat.device.type == "cuda":
             self._streams = [torch.cuda.Stream(flat.device) for _ in range(cut.lanes - 1)]
 
     def __call__(self, feed: Feed) -> None:
         """Gradients, loss and weight of the batch in `feed`, in the first lane's buffer."""
+        beside = self.cut.lanes > 1  # then a lane's forward may run under another's backward
         for part in range(self.cut.accumulate):
+            self.mark("forward and backward" if beside else "forward")
             self._fork()
             targets = []
             for lane in range(self.cut.lanes):
                 with self._in(lane):
                     targets.append(self.forward(feed, part, lane))
+            if not beside:
+                self.mark("backward")
             for lane in range(self.cut.lanes):
                 with self._in(lane):
                     self.backward(targets[lane], part, lane)
