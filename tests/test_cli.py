@@ -9,6 +9,7 @@ import pytest
 from ridgeline.cli import VERBS, main
 from ridgeline.cli.flags import changes, merge, mirror
 from ridgeline.cli.threads import usable_cores
+from ridgeline.games.boxing import archive
 from ridgeline.presets import PRESETS, preset
 from ridgeline.train.settings import read_toml
 
@@ -230,6 +231,35 @@ def test_data_describes_what_it_prepared(capsys, text):
     assert "prepared exists" in refused(capsys, "data", text, "--out", "prepared")
     assert "--kind means nothing to the source pystdlib" in refused(capsys, "data", "pystdlib", "--kind", "bytes")
     assert "--demonstrate needs --file" in refused(capsys, "data", "boxing", "--demonstrate", 4)
+
+
+@pytest.fixture
+def few_demonstrations(tmp_path, monkeypatch):
+    """The three shortest of the shipped games, so that replaying takes a moment."""
+    shipped = sorted(archive.load(archive.SHIPPED), key=lambda game: len(game.labels))[:3]
+    monkeypatch.setattr(archive, "SHIPPED", archive.save(tmp_path / "few.xz", shipped))
+
+
+def test_demo_trains_plays_and_ends_with_its_json(capsys, few_demonstrations):
+    code, output, complaint = run(capsys, "demo", "--minutes", 0.02, "--games", 1)
+    assert code == 0, complaint
+    assert "won by knockout" in output
+    result = last_json(output)
+    played = ["games", "wins", "ties", "ko", "ko_against", "margin", "dealt", "taken", "intervals", "level"]
+    assert list(result) == [*played, "checkpoint", "ko_rate"]
+    assert result["games"] == 1
+    assert result["ko_rate"] == result["ko"]
+    assert result["checkpoint"] in output.splitlines()[-2]
+
+
+def test_hal_trains_on_boxing(capsys, few_demonstrations):
+    settings = ["--model.decoder.layers", 1, "--batch", 2, "--steps", 1, "--eval-windows", 2, "--device", "cpu"]
+    code, _, complaint = run(capsys, "train", "hal-20m", "--data", "boxing", *settings, "--out", "run", "--json")
+    assert code == 0, complaint
+    model = read_toml("run/config.toml")["model"]
+    assert [head["name"] for head in model["heads"]] == ["direction", "fire"]
+    assert (model["decoder"]["width"], model["decoder"]["position_table"]) == (512, 1024)
+    assert run(capsys, "play", "run", "--games", 0)[0] == 2
 
 
 def test_explain_prints_one_object(capsys):

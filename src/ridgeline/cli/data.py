@@ -99,22 +99,15 @@ def _prepare(options: Options) -> dict[str, Any]:
 
 
 def _boxing(options: Options) -> dict[str, Any]:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    with bar() as progress:
         if options.demonstrate is not None:
-            _demonstrate(options, _counter(progress, "demonstrating"))
+            _demonstrate(options, counter(progress, "demonstrating"))
         return api.prepare_boxing(
             options.out,
             options.file,
             visible=options.source == "boxing-visible",
             processes=options.processes,
-            progress=_counter(progress, "replaying"),
+            progress=counter(progress, "replaying"),
         )
 
 
@@ -134,6 +127,13 @@ def _demonstrate(options: Options, count: Callable[[int, int], None]) -> None:
     )
 
 
-def _counter(progress: Progress, what: str) -> Callable[[int, int], None]:
+def bar() -> Progress:
+    """A progress bar on standard error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def counter(progress: Progress, what: str) -> Callable[[int, int], None]:
+    """What takes (done, total) and shows it under the name `what`, from its first call on."""
     task = progress.add_task(what, total=None, visible=False)
     return lambda done, total: progress.update(task, completed=done, total=total, visible=True)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from ridgeline.cli.data import bar, counter
 from ridgeline.cli.output import Flag, parse
 from ridgeline.cli.play import judge, table
+from ridgeline.data.api import prepare_boxing
 from ridgeline.errors import require
 from ridgeline.presets import preset
 from ridgeline.train import train
@@ -43,17 +45,18 @@ class Options:
 def run(arguments: Sequence[str]) -> int:
     """Train, play, print."""
     options = parse(Options, arguments, "demo")
-    require("ale_py", "games")  # before minutes of training
+    require("ale_py", "games")
+    with bar() as progress:
+        prepare_boxing(progress=counter(progress, "replaying the demonstrations"))
     config = dataclasses.replace(preset("boxing"), minutes=options.minutes, steps=None, tokens=None, out=options.out)
     trained = train(config)
     if trained.interrupted:
         return INTERRUPTED
-    result = judge(trained.folder, options.games, level=options.level).summary()
+    result = judge(trained.checkpoint, options.games, level=options.level).summary()
     if not options.json:
         console = Console()
         console.print(table(result))
         console.print(f"trained for {options.minutes:g} minutes; the checkpoint is in {trained.checkpoint}")
-        console.print(f"play on: ridgeline play {trained.folder}")
     played = {"checkpoint": str(trained.checkpoint), "ko_rate": result["ko"] / result["games"]}
     print(json.dumps({**result, **played}))
     return 0

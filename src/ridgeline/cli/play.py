@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from ridgeline.cli.data import bar, counter
 from ridgeline.cli.output import Flag, parse
 from ridgeline.cli.threads import usable_cores
 from ridgeline.games.env import FIRST_EVALUATION_SEED
-from ridgeline.play import Evaluation, evaluate
+from ridgeline.play import Evaluation, GameResult, evaluate
 
 COUNTS = {"wins": "wins", "ties": "ties", "ko": "won by knockout", "ko_against": "lost by knockout"}
 MEANS = {"margin": "margin, points a game", "dealt": "dealt, points a game", "taken": "taken, points a game"}
@@ -71,15 +71,15 @@ def run(arguments: Sequence[str]) -> int:
 
 def judge(source: str | Path, games: int, *, processes: int | None = None, **settings: Any) -> Evaluation:
     """`evaluate` with a progress bar on standard error."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("playing", total=games)
-        return evaluate(
-            source,
-            games,
-            processes=processes or usable_cores(),
-            on_game=lambda _: progress.advance(task),
-            **settings,
-        )
+    ended: list[GameResult] = []
+    with bar() as progress:
+        count = counter(progress, "playing")
+
+        def on_game(result: GameResult) -> None:
+            ended.append(result)
+            count(len(ended), games)
+
+        return evaluate(source, games, processes=processes or usable_cores(), on_game=on_game, **settings)
 
 
 def table(result: Mapping[str, Any]) -> Table:
