@@ -269,6 +269,13 @@ def test_explain_prints_one_object(capsys):
     assert "mlp_up" in run(capsys, "explain", "gpt2-c256", "--device", "h200")[1]
 
 
+def test_doctor_says_what_each_op_uses(capsys):
+    code, output, _ = run(capsys, "doctor", "gpt2-c256", "--json")
+    assert code == 0
+    assert last_json(output)["preset"] == "gpt2-c256"
+    assert run(capsys, "doctor")[0] == 0
+
+
 def test_flags_mirror_a_config():
     config = preset("hal-5m")
     flags = mirror(config, hidden=("preset", "model.heads", "model.categories"), unset=("steps",))
