@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from ridgeline.errors import ConfigError
 
-Signature = tuple[str, tuple[tuple[tuple[int, ...], torch.dtype], ...]]
+Signature = tuple[pytree.TreeSpec, tuple[tuple[torch.Size, torch.dtype], ...]]
 
 
 def tensors_of(batch: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
@@ -34,7 +34,7 @@ def tensors_of(batch: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
 
 def signature(leaves: list[Tensor], spec: pytree.TreeSpec) -> Signature:
     """What a captured step depends on: the nest, shapes and dtypes."""
-    return str(spec), tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+    return spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
 class _Slot:
