@@ -52,7 +52,7 @@ def _processors(device: torch.device) -> int:
 
 def unsupported(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None) -> str | None:
     """Why these inputs are not for these kernels, or None."""
-    T, H, D = q_BTHD.shape[1:]
+    _, T, _, D = q_BTHD.shape
     if q_BTHD.device.type != "cuda":
         return f"needs CUDA tensors, got device {q_BTHD.device}"
     if torch.cuda.get_device_capability(q_BTHD.device) != (9, 0):
@@ -209,7 +209,9 @@ def backward(
     parts = _workspace(q_BTHD, k_BTGD, table_RD)
     if workspace.numel() < parts.total or workspace.dtype != torch.float32:
         raise UnsupportedError(f"workspace must have {parts.total} fp32 elements, got {workspace.numel()}")
-    table, carry, dk_heads, dv_heads = workspace[: parts.total].split((parts.table, parts.carry, parts.heads, parts.heads))
+    table, carry, dk_heads, dv_heads = workspace[: parts.total].split(
+        (parts.table, parts.carry, parts.heads, parts.heads)
+    )
     defines = _defines(q_BTHD, table_RD, drop) | {"RL_GROUPED": int(grouped)}
     blocks = defines["ROW_BLOCKS"]
     kernel = cuda.load(_SOURCES / "backward.cu", defines).kernel("attention_backward", _BACKWARD_KINDS)

@@ -4,7 +4,7 @@
 // A thread of a block is a fiber. Everything that waits yields to a scheduler, which takes warps in random order; copies
 // of the copy engine end at random times; wgmma runs either as early or as late as the rules allow, its accumulators are
 // NaN in between; shared memory starts as NaN. A kernel that passes under several seeds and both modes has its indices
-// right, and its barriers well enough that neither early reads nor late writes show. A deadlock ends the program.
+// right, and its barriers well enough that neither early reads nor late writes show.
 #pragma once
 #define RL_EMULATED 1
 #include "ridgeline/common.cuh"
@@ -38,9 +38,15 @@ struct float4 {
 };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct int4 {
+  int x, y, z, w;
+};
 struct Index {
   unsigned x;
 };
+#define __syncwarp() sync_warp()
+#define __syncthreads() sync_block()
+#define __shfl_xor_sync(lanes, value, mask) shuffle_xor(value, mask)
 
 namespace emulation {
 
@@ -76,6 +82,8 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool done = false;
   const char* waits_for = "";
+  std::vector<std::shared_ptr<int>> stores;  // groups of stores not yet read from shared memory, oldest first
+  std::shared_ptr<int> open_stores;
 };
 
 struct Machine {
@@ -90,11 +98,16 @@ struct Machine {
   ucontext_t scheduler;
   int current = 0, block = 0, grid = 0;
   uint64_t progress = 0;
+  const char* fault = nullptr;  // what a thread did that no hardware would forgive
   std::function<void()> kernel;
 
   Warp& warp() { return warps[current / 32]; }
   int lane() const { return current % 32; }
   void yield() { swapcontext(&fibers[current].context, &scheduler); }
+  void fail(const char* what) {
+    fault = what;
+    while (true) yield();
+  }
   template <typename Condition>
   void wait(const char* what, Condition condition) {
     fibers[current].waits_for = what;
@@ -112,7 +125,7 @@ struct Machine {
     gather(warp().gathering, 32, "warp");
     return side;
   }
-  void run_block(int threads);
+  const char* run_block(int threads);  // nothing, or what went wrong
 };
 inline Machine machine;
 
@@ -122,9 +135,10 @@ inline void fiber_main() {
   ++machine.progress;
   machine.yield();
 }
-inline void Machine::run_block(int threads) {
+inline const char* Machine::run_block(int threads) {
   std::fill(smem.begin(), smem.end(), 0xff);  // NaN in every format
-  barriers.clear(), named.clear();
+  barriers.clear(), named.clear(), copies.clear();
+  fault = nullptr;
   warps.assign(threads / 32, Warp{});
   fibers = std::vector<Fiber>(threads);
   for (auto& fiber : fibers) {
@@ -146,19 +160,22 @@ inline void Machine::run_block(int threads) {
       copies.erase(copies.begin() + which);
       copy(), ++progress;
     }
+    if (fault) return fault;
     bool all = true;
     for (auto& fiber : fibers) all = all && fiber.done;
-    if (all) return;
+    if (all) return nullptr;
   }
-  std::fprintf(stderr, "deadlock in block %d:\n", block);
-  for (size_t w = 0; w < warps.size(); ++w) std::fprintf(stderr, "  warp %zu waits for %s\n", w, fibers[32 * w].done ? "nothing: done" : fibers[32 * w].waits_for);
-  std::exit(3);
+  for (size_t w = 0; w < warps.size(); ++w)
+    std::fprintf(stderr, "block %d, warp %zu: %s\n", block, w, fibers[32 * w].done ? "done" : fibers[32 * w].waits_for);
+  return "deadlock";
 }
-// Runs `kernel` once for each thread of each block.
-inline void launch(int grid, int threads, unsigned seed, bool late, std::function<void()> kernel) {
+// Runs `kernel` once for each thread of each block. Returns nothing, or what went wrong.
+inline const char* launch(int grid, int threads, unsigned seed, bool late, std::function<void()> kernel) {
   machine.random.seed(seed);
   machine.late = late, machine.grid = grid, machine.kernel = std::move(kernel);
-  for (machine.block = 0; machine.block < grid; ++machine.block) machine.run_block(threads);
+  for (machine.block = 0; machine.block < grid; ++machine.block)
+    if (const char* fault = machine.run_block(threads)) return fault;
+  return nullptr;
 }
 
 }  // namespace emulation
@@ -216,6 +233,11 @@ template <int THREADS>
 RL_D void named_barrier(int id) {
   machine.gather(machine.named[id], THREADS, "named barrier");
 }
+template <int THREADS>
+RL_D void named_arrive(int id) {
+  auto& g = machine.named[id];
+  if (++g.arrived == THREADS) g.arrived = 0, ++g.generation, ++machine.progress;
+}
 RL_D bool any_in_warp(bool value) {
   const unsigned side = machine.post(value);
   bool any = false;
@@ -227,7 +249,8 @@ RL_D bool any_in_warp(bool value) {
 RL_D u32 dynamic_smem() { return emulation::SMEM_BASE; }
 template <typename T>
 RL_D T& shared(u32 address) {
-  if (address < emulation::SMEM_BASE || address + sizeof(T) > emulation::SMEM_BYTES || address % sizeof(T)) std::abort();
+  if (address < emulation::SMEM_BASE || address + sizeof(T) > emulation::SMEM_BYTES || address % sizeof(T))
+    machine.fail("shared memory address out of bounds or unaligned");
   return *reinterpret_cast<T*>(machine.smem.data() + address);
 }
 RL_D uint4 load_shared_16(u32 address) { return shared<uint4>(address); }
@@ -238,6 +261,11 @@ RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const u32 values[4] = {a, b, c, d};
   for (int m = 0; m < 4; ++m)
     shared<u32>(static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() / 4]) + machine.lane() % 4 * 4) = values[m];
+}
+RL_D void load_matrices(u32 (&m)[4], u32 address) {
+  const unsigned side = machine.post(address);
+  for (int q = 0; q < 4; ++q)
+    m[q] = shared<u32>(static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() / 4]) + machine.lane() % 4 * 4);
 }
 RL_D void fence_async() {}
 template <int COUNT>
@@ -250,7 +278,7 @@ RL_D void barrier_init(u32 barrier, int arrivals) { machine.barriers[barrier] = 
 RL_D void barrier_init_fence() {}
 RL_D void barrier_arrive(u32 barrier) {
   auto& b = machine.barriers.at(barrier);
-  if (b.pending == 0) std::fprintf(stderr, "too many arrivals\n"), std::exit(3);
+  if (b.pending == 0) machine.fail("too many arrivals at a barrier");
   --b.pending, b.settle();
 }
 RL_D void barrier_expect(u32 barrier, u32 bytes) {
@@ -294,14 +322,53 @@ RL_D void copy_4d(u32 destination, const TensorMap* map, int x, int y, int z, in
 }
 RL_D void copy_2d(u32 destination, const TensorMap* map, int x, int y, u32 barrier) { copy_4d(destination, map, x, y, 0, 0, barrier); }
 
+inline std::shared_ptr<int>& open_stores() {
+  auto& open = machine.fibers[machine.current].open_stores;
+  if (!open) open = std::make_shared<int>(0);
+  return open;
+}
+RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) {
+  auto group = open_stores();
+  ++*group;
+  machine.copies.push_back([=] {
+    for (u32 row = 0; row < map->box[1]; ++row)
+      for (u32 column = 0; column < map->box[0]; ++column) {
+        const u32 n = row * map->box[0] + column;
+        if (x + column < map->extent[0] && y + row < map->extent[1])
+          const_cast<u16*>(map->base)[(x + column) + (y + row) * map->stride[1]] = shared<u16>(swizzled(source + 2 * n, map->swizzle));
+      }
+    --*group;
+  });
+}
+RL_D void store_commit() {
+  auto& fiber = machine.fibers[machine.current];
+  fiber.stores.push_back(open_stores()), fiber.open_stores.reset();
+}
+template <int PENDING>
+RL_D void store_wait_read() {
+  auto& stores = machine.fibers[machine.current].stores;
+  machine.wait("stores", [&] {
+    for (size_t n = 0; n + PENDING < stores.size(); ++n)
+      if (*stores[n] > 0) return false;
+    return true;
+  });
+}
+RL_D void prefetch_map(const TensorMap*) {}
+RL_D void wait_for_previous() {}
+RL_D void let_next_start() {}
+RL_D u32 cluster_rank() { std::abort(); }
+RL_D void cluster_sync() { std::abort(); }
+RL_D void remote_arrive(u32, u32) { std::abort(); }
+RL_D void copy_2d_both(u32, const TensorMap*, int, int, u32) { std::abort(); }
+
 // ---- wgmma
 RL_D float element(u64 descriptor, int transposed, int mn, int k) {
   const u32 start = (descriptor & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4, mode = descriptor >> 62;
   const u32 row = mode == 1 ? 128 : 64;  // swizzle of 128 or of 64 bytes
-  if (mode != 1 && mode != 2) std::abort();
-  if (transposed && mn * 2 >= static_cast<int>(row)) std::abort();
-  const u32 major = transposed ? k : mn, minor = transposed ? mn : k;
-  return pair_low(shared<u16>(swizzled(start + major / 8 * group + major % 8 * row + 2 * minor, row)));
+  if (mode != 1 && mode != 2) machine.fail("operand without a swizzle");
+  const u32 span = row / 2, far = (descriptor >> 16 & 0x3fff) << 4;  // values a row of a tile holds; to the next tile
+  const u32 major = transposed ? k : mn, minor = transposed ? mn % span : k, tile = transposed ? mn / span * far : 0;
+  return pair_low(shared<u16>(swizzled(start + tile + major / 8 * group + major % 8 * row + 2 * minor, row)));
 }
 RL_D void execute(emulation::Warp& warp, int index, const emulation::Product& p) {
   std::vector<float>& values = warp.in_flight.at(p.d[0]);

@@ -1,0 +1,144 @@
+"""The public function of attention: checks, and the choice of an implementation.
+
+reference   explicit, in the inputs' dtype, any device (reference.py)
+torch       F.scaled_dot_product_attention; a relative term becomes its attn_mask, grouped heads are expanded.
+            SDPA draws dropout masks of its own, so with p > 0 the reference's formula is used with the mask of the
+            specification
+cuda        CUDA C++ for short windows on Hopper (short.py)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.ops.attention import short
+from ridgeline.ops.attention.reference import attention_reference, skew
+from ridgeline.ops.dropout import DropoutState
+
+IMPLEMENTATIONS = ("reference", "torch", "cuda")
+
+
+def available(impl: str, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None = None) -> str | None:
+    """Why `impl` cannot serve tensors such as these, or None when it can."""
+    if impl not in IMPLEMENTATIONS:
+        return nearest(impl, IMPLEMENTATIONS, "implementation")
+    return short.unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD) if impl == "cuda" else None
+
+
+def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, p: float) -> None:
+    if q_BTHD.dim() != 4 or k_BTGD.dim() != 4 or k_BTGD.shape != v_BTGD.shape:
+        raise UnsupportedError(
+            "q must be (B, T, H, D), k and v (B, T, G, D); got shapes "
+            f"{tuple(q_BTHD.shape)}, {tuple(k_BTGD.shape)}, {tuple(v_BTGD.shape)}"
+        )
+    B, T, H, D = q_BTHD.shape
+    G = k_BTGD.shape[2]
+    if k_BTGD.shape != (B, T, G, D) or G == 0 or H % G:
+        raise UnsupportedError(
+            f"k and v must be ({B}, {T}, G, {D}) with G a divisor of {H} heads, got {tuple(k_BTGD.shape)}"
+        )
+    if table_RD is not None and (table_RD.dim() != 2 or table_RD.shape[0] < T or table_RD.shape[1] != D):
+        raise UnsupportedError(f"table must be (R, {D}) with R at least T = {T}, got {tuple(table_RD.shape)}")
+    if not 0 <= p < 1:
+        raise UnsupportedError(f"p must be in [0, 1), got {p}")
+    for name, x in (("k", k_BTGD), ("v", v_BTGD), ("table", table_RD)):
+        if x is not None and (x.device != q_BTHD.device or x.dtype != q_BTHD.dtype):
+            raise UnsupportedError(
+                f"{name} must be {q_BTHD.dtype} on {q_BTHD.device} as q is, got {x.dtype} on {x.device}"
+            )
+
+
+def _torch_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, scale: float) -> Tensor:
+    T, share = q_BTHD.shape[1], q_BTHD.shape[2] // k_BTGD.shape[2]
+    q_BHTD, k_BHTD, v_BHTD = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
+    if share > 1:
+        k_BHTD, v_BHTD = (x.repeat_interleave(share, dim=1) for x in (k_BHTD, v_BHTD))
+    if table_RD is None:
+        out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, scale=scale)
+    else:
+        future = torch.ones(T, T, dtype=torch.bool, device=q_BTHD.device).triu(1)
+        bias_BHTT = (skew(q_BHTD @ table_RD[-T:].t()) * scale).masked_fill(future, float("-inf"))
+        out_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, attn_mask=bias_BHTT, scale=scale)
+    return out_BHTD.transpose(1, 2)
+
+
+class _ShortWindow(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BTHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGD: Tensor,
+        table_RD: Tensor | None,
+        scale: float,
+        drop: short.Dropping,
+    ) -> Tensor:
+        B, T, H, _ = q_BTHD.shape
+        out_BTHD = torch.empty(q_BTHD.shape, dtype=q_BTHD.dtype, device=q_BTHD.device)
+        lse_BHT = torch.empty(B, H, T, device=q_BTHD.device)
+        short.forward(q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT, scale=scale, drop=drop)
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT)
+        ctx.scale, ctx.drop = scale, drop
+        return out_BTHD
+
+    @staticmethod
+    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT = ctx.saved_tensors
+        dq_BTHD, dk_BTGD, dv_BTGD = (
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHD, k_BTGD, v_BTGD)
+        )
+        d_table_RD = None if table_RD is None else torch.empty(table_RD.shape, device=table_RD.device)
+        workspace = torch.empty(short.workspace_size(q_BTHD, k_BTGD, table_RD), device=q_BTHD.device)
+        short.backward(
+            d_out_BTHD.contiguous(), q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT,
+            dq_BTHD, dk_BTGD, dv_BTGD, d_table_RD, workspace, scale=ctx.scale, drop=ctx.drop,
+        )  # fmt: skip
+        d_table = None if d_table_RD is None else d_table_RD.to(table_RD.dtype)
+        return dq_BTHD, dk_BTGD, dv_BTGD, d_table, None, None
+
+
+def attention(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    table_RD: Tensor | None = None,
+    *,
+    scale: float,
+    p: float = 0.0,
+    dropout: DropoutState | None = None,
+    site: int = 0,
+    impl: str = "reference",
+) -> Tensor:
+    """Causal attention, as `attention_reference` defines it.
+
+    Args:
+        q_BTHD: queries.
+        k_BTGD, v_BTGD: keys and values; H / G consecutive query heads share one of theirs.
+        table_RD: position table of the relative term, R ≥ T; its last row belongs to distance 0. None for none.
+        scale: of the scores.
+        p: probability of dropping an attention weight, in [0, 1), kept to 15 bits.
+        dropout: what the step draws its masks from; None drops nothing.
+        site: the place of this dropout in the model.
+        impl: "reference", "torch" or "cuda".
+
+    Returns:
+        (B, T, H, D) in q's dtype.
+
+    Raises:
+        UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
+    """
+    _check(q_BTHD, k_BTGD, v_BTGD, table_RD, p)
+    reason = available(impl, q_BTHD, k_BTGD, v_BTGD, table_RD)
+    if reason is not None:
+        raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
+    if impl == "cuda":
+        drop = short.dropping(p, dropout, site)
+        return _ShortWindow.apply(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, drop)
+    if impl == "torch" and (dropout is None or p == 0):
+        return _torch_attention(q_BTHD, k_BTGD, v_BTGD, table_RD, scale)
+    return attention_reference(q_BTHD, k_BTGD, v_BTGD, table_RD, scale=scale, p=p, dropout=dropout, site=site)
