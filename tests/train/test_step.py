@@ -26,8 +26,7 @@ def batch(seed, windows=4):
 
 
 def torch_step(model, **changed):
-    settings = {"steps": 20, "engine": "eager", "precision": "fp32"}
-    return TorchStep(model, OPTIMIZER, **{**settings, **changed})
+    return TorchStep(model, OPTIMIZER, **{"steps": 20, "precision": "fp32", **changed})
 
 
 def engine_step(model, **changed):
@@ -149,7 +148,7 @@ def test_without_a_schedule_the_rate_is_what_was_set():
 def test_clipping_bounds_what_a_step_can_do_and_the_norm_is_told_unclipped():
     free, bound = language_model(), language_model()
     steps = [
-        TorchStep(model, OptimizerConfig(lr=1e-3, clip=clip, eps=1.0), steps=None, engine="eager", precision="fp32")
+        TorchStep(model, OptimizerConfig(lr=1e-3, clip=clip, eps=1.0), steps=None, precision="fp32")
         for model, clip in ((free, 0.0), (bound, 1e-3))
     ]
     start = language_model().state_dict()
@@ -174,7 +173,7 @@ def test_state_of_another_model_is_refused():
 def test_compile_without_a_compiler_says_so(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedError, match=r"needs a C\+\+ compiler on the CPU and no-such-compiler is missing"):
-        torch_step(language_model(), engine="compile")
+        torch_step(language_model(), compile="default")
 
 
 @pytest.mark.slow
@@ -182,7 +181,7 @@ def test_compiled_with_a_cpp_compiler():
     if shutil.which("g++") is None:
         pytest.skip("needs the C++ compiler g++")
     one, other = language_model(layers=1), language_model(layers=1)
-    plain, compiled = torch_step(one), torch_step(other, engine="compile")
+    plain, compiled = torch_step(one), torch_step(other, compile="default")
     for seed in range(4):
         plain(batch(seed))
         compiled(batch(seed))

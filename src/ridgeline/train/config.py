@@ -12,9 +12,34 @@ from ridgeline.models import ModelConfig
 from ridgeline.optim import OptimizerConfig
 
 AUTO = "auto"
-ENGINES = ("eager", "compile", "reduce-overhead", "max-autotune", "graph", "compile+graph")
 TRACKERS = ("tensorboard", "wandb")
 STOPS = ("steps", "tokens", "minutes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A way to run a step.
+
+    Attributes:
+        compile: mode of torch.compile for forward and backward, or None.
+        capture: whether the whole step is one CUDA graph of the step engine; without it PyTorch's own step.
+        impl: implementation of the model.
+    """
+
+    compile: str | None = None
+    capture: bool = False
+    impl: str = "torch"
+
+
+ENGINES = {
+    "eager": Engine(),
+    "compile": Engine(compile="default"),
+    "reduce-overhead": Engine(compile="reduce-overhead"),
+    "max-autotune": Engine(compile="max-autotune"),
+    "graph": Engine(capture=True),
+    "compile+graph": Engine(compile="default", capture=True),
+    "best": Engine(capture=True, impl="fused"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +55,8 @@ class TrainConfig:
         accumulation: parts into which a step's batch is cut to save memory; must divide `batch`.
         optimizer: AdamW, schedule and clipping.
         precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
-        engine: how a step is run; "auto" for the best that can run here.
+        engine: how a step is run: eager, compile, reduce-overhead, max-autotune, graph, compile+graph or best; "auto"
+            for eager on the CPU and compile+graph on a card.
         device: cpu, cuda or cuda:N; "auto" for a CUDA card where there is one, else cpu.
         seed: of initial weights, order of the data and dropout.
         steps: length of the run in optimisation steps; one of steps, tokens and minutes is set.

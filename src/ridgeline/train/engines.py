@@ -6,11 +6,9 @@ import torch
 
 from ridgeline.engine import TrainStep
 from ridgeline.errors import UnsupportedError, nearest
-from ridgeline.models import Model
-from ridgeline.train.config import AUTO, TrainConfig
+from ridgeline.models import Model, build
+from ridgeline.train.config import AUTO, ENGINES, TrainConfig
 from ridgeline.train.step import Step, TorchStep
-
-CAPTURED = {"graph": None, "compile+graph": "default"}  # engine → mode of torch.compile inside the captured step
 
 
 def find_device(name: str) -> torch.device:
@@ -49,10 +47,21 @@ def find_precision(name: str, device: torch.device) -> str:
 
 
 def find_engine(name: str, device: torch.device) -> str:
-    """The engine called `name`; "auto" is the fastest that PyTorch alone offers on the device."""
+    """The engine called `name`; "auto" is the one that trains fastest on the device without more ado.
+
+    Raises:
+        UnsupportedError: it captures CUDA graphs, and the device is none.
+    """
     if name == AUTO:
         return "eager" if device.type == "cpu" else "compile+graph"
+    if device.type == "cpu" and name not in ("eager", "compile"):
+        raise UnsupportedError(f"engine {name} captures CUDA graphs and needs a GPU; use eager or compile")
     return name
+
+
+def build_model(config: TrainConfig) -> Model:
+    """The model of a config whose engine and device are decided, freshly initialised from its seed."""
+    return build(config.model, impl=ENGINES[config.engine].impl, seed=config.seed).to(config.device)
 
 
 def make_step(model: Model, config: TrainConfig) -> Step:
@@ -61,7 +70,8 @@ def make_step(model: Model, config: TrainConfig) -> Step:
     Raises:
         UnsupportedError: the engine cannot run here; says why.
     """
-    if config.engine in CAPTURED:
+    engine = ENGINES[config.engine]
+    if engine.capture:
         return TrainStep(
             model,
             optimizer=config.optimizer,
@@ -69,14 +79,14 @@ def make_step(model: Model, config: TrainConfig) -> Step:
             precision=config.precision,
             accumulate=config.accumulation,
             capture=True,
-            compile=CAPTURED[config.engine],
+            compile=engine.compile,
             seed=config.seed,
         )
     return TorchStep(
         model,
         config.optimizer,
         steps=config.total_steps,
-        engine=config.engine,
+        compile=engine.compile,
         precision=config.precision,
         accumulate=config.accumulation,
         seed=config.seed,

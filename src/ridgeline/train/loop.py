@@ -16,11 +16,10 @@ from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.errors import ConfigError
-from ridgeline.models import build
 from ridgeline.optim import learning_rate
 from ridgeline.train import resume as state
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import make_step
+from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.guards import Interrupt
 from ridgeline.train.meter import mfu_meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, amount, check_trackers, make_trackers
@@ -129,7 +128,7 @@ class _Run:
         self.device = torch.device(config.device)
         check_trackers(config.track)
         torch.manual_seed(config.seed)
-        self.model = build(config.model, seed=config.seed).to(self.device)
+        self.model = build_model(config)
         self.step = make_step(self.model, config)
         self.batches = Batches(data, config.window, batch=config.batch, seed=config.seed)
         self.validation = Validation(data, config.window, batch=config.batch // config.accumulation)

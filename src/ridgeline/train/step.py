@@ -70,13 +70,13 @@ class TorchStep:
         model: built with impl="torch", on its device.
         optimizer: AdamW, clipping and schedule.
         steps: length of the schedule; None for a rate that stays at `optimizer.lr` or follows `set_rate`.
-        engine: "eager", "compile" or a mode of torch.compile.
+        compile: mode of torch.compile, or None.
         precision: a name of engine.PRECISIONS.
         accumulate: parts into which a batch is cut.
         seed: seed of the run, kept in the state.
 
     Raises:
-        UnsupportedError: the engine cannot run here; says why.
+        UnsupportedError: there is no compiler for torch.compile.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class TorchStep:
         optimizer: OptimizerConfig,
         *,
         steps: int | None,
-        engine: str,
         precision: str,
+        compile: str | None = None,
         accumulate: int = 1,
         seed: int = 0,
     ) -> None:
@@ -99,8 +99,8 @@ class TorchStep:
         reduced = None if self.precision.compute == torch.float32 else self.precision.compute
         self._autocast = self.precision.autocast or reduced
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision.scaled)
-        self._loss: Callable[[Batch], Tensor] = _engine_loss(model, engine, self.device)
-        self._captured = engine not in ("eager", "compile")
+        self._loss: Callable[[Batch], Tensor] = _loss_of(model, compile, self.device)
+        self._captured = compile not in (None, "default")
         self._rate = optimizer.lr
         self._taken, self._checked, self._bad_in_a_row = 0, 0, 0
         self._recent: list[tuple[int, Tensor, Tensor, float]] = []
@@ -205,15 +205,10 @@ def split_batch(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
     return [(piece, count / sum(counts)) for piece, count in zip(pieces, counts, strict=True) if count]
 
 
-def _engine_loss(model: Model, engine: str, device: torch.device) -> Callable[[Batch], Tensor]:
-    if engine == "eager":
+def _loss_of(model: Model, compile: str | None, device: torch.device) -> Callable[[Batch], Tensor]:
+    if compile is None:
         return model.loss
-    if device.type == "cpu":
-        if engine != "compile":
-            raise UnsupportedError(f"engine {engine} captures CUDA graphs and needs a GPU; use compile or eager")
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise UnsupportedError(
-                f"engine compile needs a C++ compiler on the CPU and {compiler} is missing; use eager"
-            )
-    return torch.compile(model.loss, mode=None if engine == "compile" else engine)
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        raise UnsupportedError(f"engine compile needs a C++ compiler on the CPU and {compiler} is missing; use eager")
+    return torch.compile(model.loss, mode=compile, dynamic=False)
