@@ -1,0 +1,47 @@
+"""Training on a card: every engine trains, validates, and goes on from its own checkpoint."""
+
+import pytest
+import torch
+
+from ridgeline import checkpoint
+from ridgeline.train import resume, train
+from ridgeline.train.config import ENGINES
+from ridgeline.train.metrics import read_metrics
+from ridgeline.train.settings import override
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def on_card(config):
+    shape = {"layers": 2, "width": 128, "heads": 4, "context": 64, "dropout": 0.0}
+    changes = {"model": {"decoder": shape}, "window": {"context": 64}, "batch": 8, "device": "cuda", "steps": 30}
+    return override(config, {**changes, "eval_interval": 15, "precision": "bf16"})
+
+
+def losses(folder):
+    return torch.tensor([record["loss"] for record in read_metrics(folder) if "loss" in record])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_learns_as_eager_does(on_card, engine):
+    train(override(on_card, {"engine": "eager", "precision": "fp32", "out": "exact"}))
+    result = train(override(on_card, {"engine": engine}))
+    assert (losses("run") - losses("exact")).abs().max() < 0.1
+    assert result.progress.val_loss < losses("run")[0] - 0.3
+    assert checkpoint.load("run/last").meta["step"] == 30
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph", "compile+graph", "best"])
+def test_a_run_goes_on_from_its_checkpoint(on_card, engine):
+    config = override(on_card, {"engine": engine})
+    train(config)
+    first = train(override(config, {"minutes": 0.0005, "out": "half"})).progress.step
+    assert first < 30
+    resume("half", override(config, {"out": "half"}))
+    assert (losses("half")[first:].mean() - losses("run")[first:].mean()).abs() < 0.2
+
+
+def test_an_interval_without_steps_does_not_disturb_the_clock(on_card):
+    result = train(override(on_card, {"minutes": 0.02, "eval_interval": 10**6, "engine": "graph"}))
+    assert 1.2 <= result.progress.seconds < 20
