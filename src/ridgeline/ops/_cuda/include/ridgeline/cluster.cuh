@@ -1,27 +1,14 @@
-// Thread block clusters: ranks, barriers and shared memory of the other blocks, copies that reach several of them.
+// Thread block clusters beyond hopper.cuh: shared memory of the other blocks, copies that reach several of them.
 #pragma once
 #include "ridgeline/hopper.cuh"
 
 namespace rl {
 
-RL_D u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// All threads of the cluster, warps converged; orders shared memory accesses across it.
-RL_D void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 // Where `address` of this block's shared memory lies in block `rank` of the cluster.
 RL_D u32 remote_address(u32 address, u32 rank) {
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
-}
-RL_D void remote_arrive(u32 barrier, u32 rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_address(barrier, rank))
-               : "memory");
 }
 // A wait after which what other blocks wrote before they arrived may be read.
 RL_D void barrier_wait_cluster(u32 barrier, u32 parity) {

@@ -1,0 +1,219 @@
+// Gradient of the MLP half of a block for sm_90a: da = dz Wdown, du = da · gelu'(u), dh = du Wup, then the gradient of the
+// join before it (join.cuh). du is stored for Wup's gradient and a = gelu(u), made anew, for Wdown's.
+//
+// Macros: tile.cuh's, join.cuh's (of the join before the MLP), GELU_TANH, UP_BIAS (sums of du are wanted).
+#include "../linear/gelu.cuh"
+#include "join.cuh"
+
+using namespace rl;
+
+constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of dz: [K block][64][64]
+constexpr int PANEL_BYTES = 16 * 128, STAGING_BYTES = 4 * 2 * PANEL_BYTES;  // a warp's 16 × 64; two a warp: a and du
+constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 4 * 128 * 4 : 0;                // a warpgroup's: [parity][warp][column]
+constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
+constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, BARRIERS = DU_SUMS + 2 * DU_SUMS_BYTES;
+static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where dz was");
+static_assert(STAGING_BYTES >= SUMS_BYTES, "the join's sums are taken where a and du were staged");
+
+RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
+                  Barriers bar, const Place& me) {
+  Ring ring(smem + RING, bar);
+  for (Tiles tiles(me, rows); tiles.valid(); tiles.advance()) {
+    for (int group = 0; group < 2; ++group) {
+      barrier_wait(bar.rows_empty(group), (tiles.round & 1) ^ 1);
+      barrier_expect(bar.rows_full(group), ROWS_BYTES);
+      for (int k = 0; k < K_BLOCKS; ++k)
+        copy_2d(smem + group * ROWS_BYTES + k * 8192, dz, 64 * k, tiles.tile * TILE_ROWS + 64 * group, bar.rows_full(group));
+    }
+    for (int chunk = first; chunk < last; ++chunk) {
+      for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, down, 64 * k, 128 * chunk, me);
+      for (int k = 0; k < 2; ++k)
+        for (int half = 0; half < HALVES; ++half) fetch_columns(ring, up, 128 * chunk + 64 * k, 128 * half, me);
+    }
+  }
+}
+
+// A warp's 16 rows × 64 columns on their way to memory.
+RL_D void send_panel(u32 panel, const u32 (*pairs)[4], const TensorMap* map, int x, int y, const Place& me) {
+  const int matrix = me.lane / 8, row = me.lane % 8 + 8 * (matrix % 2);
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    store_matrices(panel + swizzle128(row, 2 * step + matrix / 2), pairs[step][0], pairs[step][1], pairs[step][2], pairs[step][3]);
+  fence_async();
+  __syncwarp();
+  if (me.lane == 0) {
+    store_2d(map, panel, x, y);
+    store_commit();
+  }
+}
+template <int PENDING>
+RL_D void wait_sent(const Place& me) {
+  if (me.lane == 0) store_wait_read<PENDING>();
+  __syncwarp();
+}
+
+struct Inner {  // the inner columns: where u comes from and a and du go
+  const uint4* kept;
+  const TensorMap *a, *du;
+  float* sums;  // [tile and warpgroup][column], or null
+  int inner, chunks;
+};
+
+// Four steps (64 columns) of what the forward pass kept; zeros for rows it may not have had.
+RL_D void load_kept(uint4 (&kept)[4], const uint4* first, bool inside) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) kept[step] = inside ? __ldcs(first + 128 * step) : uint4{0, 0, 0, 0};
+}
+
+// du = da · gelu'(u), as A fragments; a and du leave for memory; `sums` is this warpgroup's place for this chunk's sums.
+// `kept` holds the first four steps of what lies at `source`.
+RL_D void differentiate(u32 (&pairs)[8][4], const float (&da)[64], uint4 (&kept)[4], const uint4* source, bool inside,
+                        const Inner& p, int column, int row, u32 staging, u32 sums, const Place& me) {
+#pragma unroll
+  for (int panel = 0; panel < 2; ++panel) {
+    u32 a[4][4];
+    if (panel == 1) load_kept(kept, source + 4 * 128, inside);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum[8];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const int step = 4 * panel + 2 * half + s;
+        const uint4 packed = kept[step % 4];
+        const u32 u[4] = {packed.x, packed.y, packed.z, packed.w};
+        float d[8];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float u0 = pair_low(u[k]), u1 = pair_high(u[k]);
+          d[2 * k] = da[8 * step + 2 * k] * gelu_derivative<GELU_TANH>(u0);
+          d[2 * k + 1] = da[8 * step + 2 * k + 1] * gelu_derivative<GELU_TANH>(u1);
+          pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
+          a[2 * half + s][k] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
+        }
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // rows l / 4 and l / 4 + 8
+          sum[4 * s + e] = d[e] + d[2 + e];
+          sum[4 * s + 2 + e] = d[4 + e] + d[6 + e];
+        }
+      }
+      if (UP_BIAS) {  // value 2 j + e of lane q is column 8 j + 2 q + e of these 32
+        const int i = me.lane / 4, mine = 64 * panel + 32 * half + 8 * (i / 2) + 2 * (me.lane % 4) + i % 2;
+        store_shared(sums + (128 * me.warp + mine) * 4, column_sum(sum, me.lane));
+      }
+    }
+    wait_sent<1>(me);
+    send_panel(staging, a, p.a, column + 64 * panel, row, me);
+    wait_sent<1>(me);
+    send_panel(staging + PANEL_BYTES, pairs + 4 * panel, p.du, column + 64 * panel, row, me);
+  }
+}
+
+RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last, u32 smem, Barriers bar, const Place& me) {
+  Ring ring(smem + RING, bar);
+  const u32 rows = smem + me.group * ROWS_BYTES, staging = smem + STAGING + me.group * STAGING_BYTES;
+  for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
+    const u32 phase = tiles.round & 1;
+    const int row = tiles.tile * TILE_ROWS + 64 * me.group;
+    float dh[HALVES][64];
+#pragma unroll
+    for (int i = 0; i < HALVES * 64; ++i) dh[i / 64][i % 64] = 0.f;
+    barrier_wait(bar.rows_full(me.group), phase);
+#pragma unroll 1
+    for (int chunk = first; chunk < last; ++chunk) {
+      float da[64];
+#pragma unroll
+      for (int k = 0; k < K_BLOCKS; ++k) {
+        ring.wait();
+        wgmma_fence();
+        product<1>(da, rows + k * 8192, ring.address(), k > 0);
+        wgmma_commit();
+        if (k > 0) {
+          wgmma_wait<1>();
+          release(ring, 1, me);
+        }
+        ring.advance();
+      }
+      const uint4* source = p.kept + kept_index(row / 64, p.chunks, chunk, 0, me.thread());
+      uint4 kept[4];
+      load_kept(kept, source, row < join.rows);
+      wgmma_wait<0>();
+      wgmma_touch(da);
+      release(ring, 1, me);
+      if (chunk + 1 == last && me.lane == 0) {
+        if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
+        else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+      }
+      u32 du[8][4];
+      const u32 sums = smem + DU_SUMS + me.group * DU_SUMS_BYTES + (chunk & 1) * DU_SUMS_BYTES / 2;
+      differentiate(du, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp, staging + me.warp * 2 * PANEL_BYTES, sums, me);
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half) {
+          ring.wait();
+          wgmma_fence();
+          product_registers<1>(dh[half], du + 4 * k, ring.address());
+          wgmma_commit();
+          if (k + half > 0) {
+            wgmma_wait<1>();
+            release(ring, 1, me);
+          }
+          ring.advance();
+        }
+      if (UP_BIAS) {
+        named_barrier<128>(1 + me.group);
+        if (128 * chunk + me.thread() < p.inner)
+          p.sums[static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk + me.thread()] = warps_sum(sums, 128, me.thread());
+      }
+      wgmma_wait<0>();
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
+      release(ring, 1, me);
+    }
+    float v[OWN_ROWS][LANE];
+    if (SPLIT == 2) {
+      exchange(v, dh, rows, bar, phase, me);
+      fence_async();
+      __syncwarp();
+      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+    } else {
+      take_rows(v, dh);
+    }
+    own_columns(v, me);
+    wait_sent<0>(me);  // the join's sums are taken where a and du were staged
+    named_barrier<128>(1 + me.group);
+    join_backward(join, v, row + first_row(me), staging, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SPLIT * SHARE > 1
+    __cluster_dims__(SPLIT * SHARE, 1, 1)
+#endif
+        mlp_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap up,
+                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap a,
+                     const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums, const u16* r,
+                     const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr, u16* dbranch,
+                     float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site, u32 threshold,
+                     float scale, int rows_per_sample, int first_sample) {
+  extern __shared__ u8 raw[];
+  const u32 smem = align_1024(smem_address(raw));
+  const Barriers bar{smem + BARRIERS};
+  const Place me = Place::here();
+  if (threadIdx.x == 0) bar.init();
+  block_sync();
+  const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
+  const int first = me.split * share, last = min(first + share, chunks);
+  if (me.group < 0) {
+    registers_down<40>();
+    if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar, me);
+  } else {
+    registers_up<232>();
+    const JoinBackward join{r, weight, dresidual, mean, rstd, dr, dbranch, partials, stride, rows,
+                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
+    consume(join, {kept, &a, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
+  }
+  __syncwarp();
+  if (me.group >= 0 && me.lane == 0) store_wait<0>();
+  block_sync();  // a peer may still arrive or send here
+}

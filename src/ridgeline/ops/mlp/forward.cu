@@ -1,0 +1,152 @@
+// The MLP half of a block for sm_90a: u = h Wupᵀ + b, a = gelu(u), z = a Wdownᵀ + b, then the join r, h' (join.cuh).
+// u is kept (layout.cuh); a lives in registers only: as accumulator of one product and A fragment of the next.
+//
+// Macros: tile.cuh's, join.cuh's, GELU_TANH, UP_BIAS, BRANCH_BIAS (Wdown's).
+#include "../linear/gelu.cuh"
+#include "join.cuh"
+
+using namespace rl;
+
+constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of h: [K block][64][64]
+constexpr int RING = 2 * ROWS_BYTES, BIAS = RING + STAGES * SLOT_BYTES;
+static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where h was");
+
+RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
+                  Barriers bar, const Place& me) {
+  Ring ring(smem + RING, bar);
+  for (Tiles tiles(me, rows); tiles.valid(); tiles.advance()) {
+    for (int group = 0; group < 2; ++group) {
+      barrier_wait(bar.rows_empty(group), (tiles.round & 1) ^ 1);
+      barrier_expect(bar.rows_full(group), ROWS_BYTES);
+      for (int k = 0; k < K_BLOCKS; ++k)
+        copy_2d(smem + group * ROWS_BYTES + k * 8192, h, 64 * k, tiles.tile * TILE_ROWS + 64 * group, bar.rows_full(group));
+    }
+    for (int chunk = first; chunk < last; ++chunk) {
+      for (int k = 0; k < K_BLOCKS; ++k) fetch_rows(ring, up, 64 * k, 128 * chunk, me);
+      for (int k = 0; k < 2; ++k)
+        for (int half = 0; half < HALVES; ++half) fetch_owned_rows(ring, down, 128 * chunk + 64 * k, 128 * half, me);
+    }
+  }
+}
+
+// u = h Wupᵀ + b for 128 columns.
+RL_D void multiply_up(float (&u)[64], u32 rows, u32 bias, Ring& ring, const Place& me) {
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    u32 pair = 0;
+    if (UP_BIAS) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(bias + 16 * j + 4 * (me.lane % 4)) : "memory");
+    u[4 * j] = u[4 * j + 2] = pair_low(pair);
+    u[4 * j + 1] = u[4 * j + 3] = pair_high(pair);
+  }
+#pragma unroll
+  for (int k = 0; k < K_BLOCKS; ++k) {
+    ring.wait();
+    wgmma_fence();
+    product<0>(u, rows + k * 8192, ring.address(), true);
+    wgmma_commit();
+    if (k > 0) {
+      wgmma_wait<1>();
+      release(ring, 1, me);
+    }
+    ring.advance();
+  }
+  wgmma_wait<0>();
+  wgmma_touch(u);
+  release(ring, 1, me);
+}
+
+// z += a Wdownᵀ for 128 of the inner columns.
+RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring, const Place& me) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      ring.wait();
+      wgmma_fence();
+      product_registers<0>(z[half], a + 4 * k, ring.address());
+      wgmma_commit();
+      if (k + half > 0) {
+        wgmma_wait<1>();
+        release(ring, 1, me);
+      }
+      ring.advance();
+    }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) wgmma_touch(z[half]);
+  release(ring, 1, me);
+}
+
+RL_D void consume(const JoinForward& join, const u16* down_bias, uint4* kept, int chunks, int first, int last, u32 smem,
+                  Barriers bar, const Place& me) {
+  Ring ring(smem + RING, bar);
+  const u32 rows = smem + me.group * ROWS_BYTES;
+  for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
+    const u32 phase = tiles.round & 1;
+    const int row = tiles.tile * TILE_ROWS + 64 * me.group;
+    float z[HALVES][64];
+    begin_sums<BRANCH_BIAS>(z, down_bias, me);
+    barrier_wait(bar.rows_full(me.group), phase);
+#pragma unroll 1
+    for (int chunk = first; chunk < last; ++chunk) {
+      float u[64];
+      u32 a[8][4];
+      multiply_up(u, rows, smem + BIAS + 256 * chunk, ring, me);
+      if (chunk + 1 == last && me.lane == 0) {
+        if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
+        else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+      }
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {
+        float* x = u + 8 * step;
+        kept[kept_index(row / 64, chunks, chunk, step, me.thread())] = pack_eight(x);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) a[step][k] = pack_pair(gelu<GELU_TANH>(x[2 * k]), gelu<GELU_TANH>(x[2 * k + 1]));
+      }
+      multiply_down(z, a, ring, me);
+    }
+    float v[OWN_ROWS][LANE];
+    if (SPLIT == 2) {
+      exchange(v, z, rows, bar, phase, me);
+      fence_async();
+      __syncwarp();
+      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+    } else {
+      take_rows(v, z);
+    }
+    join_forward(join, v, row + first_row(me), me);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SPLIT * SHARE > 1
+    __cluster_dims__(SPLIT * SHARE, 1, 1)
+#endif
+        mlp_forward(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap up,
+                    const __grid_constant__ TensorMap down, const u16* up_bias, const u16* down_bias, uint4* kept,
+                    const u16* residual, const u16* weight, const u16* bias, u16* r, u16* next, float* mean, float* rstd,
+                    const i64* seed_step, int rows, int inner, float eps, u32 site, u32 threshold, float scale,
+                    int rows_per_sample, int first_sample) {
+  extern __shared__ u8 raw[];
+  const u32 smem = align_1024(smem_address(raw));
+  const int chunks = ceil_div(inner, 128);
+  const Barriers bar{smem + BIAS + chunks * 256};
+  const Place me = Place::here();
+  if (threadIdx.x == 0) bar.init();
+  if (UP_BIAS)
+    for (int i = threadIdx.x; i < chunks * 64; i += THREADS)
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem + BIAS + 4 * i),
+                   "r"(2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0) : "memory");
+  block_sync();
+  const int share = ceil_div(chunks, SPLIT), first = me.split * share, last = min(first + share, chunks);
+  if (me.group < 0) {
+    registers_down<40>();
+    if (threadIdx.x == 0) produce(&h, &up, &down, rows, first, last, smem, bar, me);
+  } else {
+    registers_up<232>();
+    const JoinForward join{residual, weight, bias, r, next, mean, rstd, eps, rows,
+                           Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
+    consume(join, down_bias, kept, chunks, first, last, smem, bar, me);
+  }
+  block_sync();  // a peer may still arrive or send here
+}

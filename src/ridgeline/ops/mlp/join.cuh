@@ -1,0 +1,281 @@
+// What follows a product whose rows a block holds whole: forward the join (bias, dropout, residual, norm), backward the
+// join's gradient. Values come as in layout.cuh, so a lane reads and writes 16 bytes of eight neighbouring columns.
+//
+// Macros: RMS, DROPOUT; forward RESIDUAL, NORM_BIAS; backward RESIDUAL, NORM_BIAS, BRANCH_BIAS.
+#pragma once
+#include "ridgeline/dropout.cuh"
+#include "tile.cuh"
+
+namespace rl {
+
+struct Mask {
+  DropoutKeys site;
+  u32 bias;
+  float scale;
+  int rows_per_sample, first_sample;
+  RL_D static Mask make(const i64* seed_step, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample) {
+    if (!DROPOUT) return {};
+    return {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, first_sample};
+  }
+};
+// The mask of one row: eight values at a time.
+struct RowMask {
+  DropoutKeys keys;
+  u32 counter;
+  RL_D RowMask(const Mask& mask, int row) : keys{}, counter(0) {
+    if (!DROPOUT) return;
+    const int sample = row / mask.rows_per_sample;
+    keys = dropout_stream(mask.site, sample + mask.first_sample);
+    counter = static_cast<u32>(row - sample * mask.rows_per_sample) * (WIDTH / 4);
+  }
+  RL_D void apply(float* v, int column, const Mask& mask) const {
+#pragma unroll
+    for (int half = 0; half < 2 * DROPOUT; ++half) {
+      const DropoutWords words = dropout_words(counter + column / 4 + half, keys);
+      const u32 bits[2] = {dropout_keep_bits(words.word_0, mask.bias), dropout_keep_bits(words.word_1, mask.bias)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = v[4 * half + i];
+        x = bits[i / 2] >> (i % 2 ? 31 : 15) & 1 ? x * mask.scale : 0.f;
+      }
+    }
+  }
+};
+
+RL_D void load_eight(float (&v)[8], const u16* pointer) {
+  const uint4 pairs = *reinterpret_cast<const uint4*>(pointer);
+  v[0] = pair_low(pairs.x), v[1] = pair_high(pairs.x), v[2] = pair_low(pairs.y), v[3] = pair_high(pairs.y);
+  v[4] = pair_low(pairs.z), v[5] = pair_high(pairs.z), v[6] = pair_low(pairs.w), v[7] = pair_high(pairs.w);
+}
+RL_D uint4 pack_eight(const float* v) {
+  return {pack_pair(v[0], v[1]), pack_pair(v[2], v[3]), pack_pair(v[4], v[5]), pack_pair(v[6], v[7])};
+}
+RL_D float row_sum(float x) {  // over the four lanes of a row
+  x += __shfl_xor_sync(FULL, x, 1);
+  return x + __shfl_xor_sync(FULL, x, 2);
+}
+
+// ---- forward: v holds branch + bias. r = residual + dropout(v), rounded; h = norm(r).
+struct JoinForward {
+  const u16 *residual, *weight, *bias;
+  u16 *r, *h;
+  float *mean, *rstd;
+  float eps;
+  int rows;
+  Mask mask;
+};
+
+RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], int row, const Place& me) {
+  const int first = 8 * (me.lane % 4);
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i, row += 8) {
+    const bool inside = row < p.rows;
+    const i64 base = static_cast<i64>(row) * WIDTH + first;
+    const RowMask mask(p.mask, row);
+    float sum = 0.f, mean = 0.f, squares = 0.f;
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      float* x = v[i] + 8 * g;
+      mask.apply(x, 32 * g + first, p.mask);
+      if (RESIDUAL) {
+        float residual[8] = {};
+        if (inside) load_eight(residual, p.residual + base + 32 * g);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) x[k] += residual[k];
+      }
+      const uint4 out = pack_eight(x);
+      if (inside) *reinterpret_cast<uint4*>(p.r + base + 32 * g) = out;
+      const u32 pairs[4] = {out.x, out.y, out.z, out.w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        x[k] = k % 2 ? pair_high(pairs[k / 2]) : pair_low(pairs[k / 2]);
+        sum += x[k];
+      }
+    }
+    if (!RMS) mean = row_sum(sum) * (1.f / WIDTH);
+#pragma unroll
+    for (int k = 0; k < LANE; ++k) {
+      v[i][k] -= mean;
+      squares += v[i][k] * v[i][k];
+    }
+    const float rstd = 1.f / sqrtf(row_sum(squares) * (1.f / WIDTH) + p.eps);
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      float* x = v[i] + 8 * g;
+      float weight[8], bias[8] = {};
+      load_eight(weight, p.weight + 32 * g + first);
+      if (NORM_BIAS) load_eight(bias, p.bias + 32 * g + first);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[k] = x[k] * rstd * weight[k] + bias[k];
+      if (inside) *reinterpret_cast<uint4*>(p.h + base + 32 * g) = pack_eight(x);
+    }
+    if (inside && me.lane % 4 == 0) {
+      if (!RMS) p.mean[row] = mean;
+      p.rstd[row] = rstd;
+    }
+  }
+}
+
+// Sums begin at the bias of the columns that this lane will own, in one block of a pair, or at zero.
+template <bool HAS_BIAS>
+RL_D void begin_sums(float (&z)[HALVES][64], const u16* bias, const Place& me) {
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+    for (int g = 0; g < 4; ++g) {
+      float b[8] = {};
+      if (HAS_BIAS && me.split == 0) load_eight(b, bias + 128 * half + 32 * g + 8 * (me.lane % 4));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int low = 16 * g + i / 2 * 4 + i % 2;
+        z[half][low] = z[half][low + 2] = b[i];
+      }
+    }
+}
+
+// ---- backward: v holds dh, columns as the product leaves them.
+
+// The four lanes of a row transpose 4 × 4 pairs of every column group: positions become owned columns.
+RL_D void own_columns(float (&v)[OWN_ROWS][LANE], const Place& me) {
+  const bool odd = me.lane & 1, high = me.lane & 2;
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i)
+#pragma unroll
+    for (int k = 0; k < LANE; k += 8)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float* x = v[i] + k + e;  // x[2 j]
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+          const float got = __shfl_xor_sync(FULL, odd ? x[2 * j] : x[2 * j + 2], 1);
+          (odd ? x[2 * j] : x[2 * j + 2]) = got;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float got = __shfl_xor_sync(FULL, high ? x[2 * j] : x[2 * j + 4], 2);
+          (high ? x[2 * j] : x[2 * j + 4]) = got;
+        }
+      }
+}
+
+// Sums of eight values over the eight rows of a warp's lanes; lane l returns value l / 4's.
+RL_D float column_sum(const float (&x)[8], int lane) {
+  float four[4], two[2];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const float other = __shfl_xor_sync(FULL, lane & 16 ? x[k] : x[k + 4], 16);
+    four[k] = (lane & 16 ? x[k + 4] : x[k]) + other;
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float other = __shfl_xor_sync(FULL, lane & 8 ? four[k] : four[k + 2], 8);
+    two[k] = (lane & 8 ? four[k + 2] : four[k]) + other;
+  }
+  const float other = __shfl_xor_sync(FULL, lane & 4 ? two[0] : two[1], 4);
+  return (lane & 4 ? two[1] : two[0]) + other;
+}
+
+RL_D void store_shared(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+RL_D float load_shared(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+// Sum over a warpgroup's warps of column `column` of rows of `columns` floats at `address`, always in the same order.
+RL_D float warps_sum(u32 address, int columns, int column) {
+  float sum = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < 4; ++warp) sum += load_shared(address + (warp * columns + column) * 4);
+  return sum;
+}
+
+constexpr int SUMS = 1 + NORM_BIAS + BRANCH_BIAS;  // of scale, shift, branch bias
+constexpr int SUMS_BYTES = SUMS * 4 * WIDTH * 4;   // a warpgroup's: [sum][warp][column]
+
+struct JoinBackward {
+  const u16 *r, *weight, *dresidual;
+  const float *mean, *rstd;
+  u16 *dr, *dbranch;
+  float* partials;  // [row of partials][sum][column], rows `stride` apart
+  i64 stride;
+  int rows;
+  Mask mask;
+};
+
+// dr = dresidual + norm'(dh); dbranch = dropout'(dr); sums over the warpgroup's rows into one row of partials.
+RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], int row, u32 sums, int partial_row,
+                        const Place& me) {
+  const int first = 8 * (me.lane % 4), mine = first + me.lane / 4;
+  const u32 target = sums + (me.warp * WIDTH + mine) * 4;
+  constexpr int KIND = 4 * WIDTH * 4;
+  float mean[OWN_ROWS] = {}, rstd[OWN_ROWS] = {}, inner[OWN_ROWS] = {}, plain[OWN_ROWS] = {};
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i)
+    if (row + 8 * i < p.rows) {
+      if (!RMS) mean[i] = p.mean[row + 8 * i];
+      rstd[i] = p.rstd[row + 8 * i];
+    }
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    float weight[8], dweight[8] = {}, dbias[8] = {};
+    load_eight(weight, p.weight + 32 * g + first);
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) {
+      float* dh = v[i] + 8 * g;
+      float x[8] = {};
+      if (row + 8 * i < p.rows) load_eight(x, p.r + static_cast<i64>(row + 8 * i) * WIDTH + first + 32 * g);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const float normal = (x[k] - mean[i]) * rstd[i];
+        dweight[k] += dh[k] * normal;
+        dbias[k] += dh[k];
+        dh[k] *= weight[k];
+        inner[i] += dh[k] * normal;
+        plain[i] += dh[k];
+      }
+    }
+    store_shared(target + 32 * g * 4, column_sum(dweight, me.lane));
+    if (NORM_BIAS) store_shared(target + KIND + 32 * g * 4, column_sum(dbias, me.lane));
+  }
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    inner[i] = row_sum(inner[i]) * (1.f / WIDTH);
+    plain[i] = RMS ? 0.f : row_sum(plain[i]) * (1.f / WIDTH);
+  }
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) {
+    float dbranch_bias[8] = {};
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i)
+      if (row + 8 * i < p.rows) {
+        float* d = v[i] + 8 * g;
+        const i64 place = static_cast<i64>(row + 8 * i) * WIDTH + first + 32 * g;
+        float x[8], residual[8] = {};
+        load_eight(x, p.r + place);
+        if (RESIDUAL) load_eight(residual, p.dresidual + place);
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+          d[k] = (d[k] - plain[i] - (x[k] - mean[i]) * rstd[i] * inner[i]) * rstd[i] + residual[k];
+        *reinterpret_cast<uint4*>(p.dr + place) = pack_eight(d);
+        if (DROPOUT) {
+          RowMask(p.mask, row + 8 * i).apply(d, 32 * g + first, p.mask);
+          *reinterpret_cast<uint4*>(p.dbranch + place) = pack_eight(d);
+        }
+#pragma unroll
+        for (int k = 0; k < 8; ++k) dbranch_bias[k] += d[k];
+      }
+    if (BRANCH_BIAS) store_shared(target + (1 + NORM_BIAS) * KIND + 32 * g * 4, column_sum(dbranch_bias, me.lane));
+  }
+  named_barrier<128>(1 + me.group);
+  float* out = p.partials + partial_row * p.stride;
+#pragma unroll
+  for (int kind = 0; kind < SUMS; ++kind)
+#pragma unroll
+    for (int column = me.thread(); column < WIDTH; column += 128)
+      out[kind * WIDTH + column] = warps_sum(sums + kind * KIND, WIDTH, column);
+  named_barrier<128>(1 + me.group);
+}
+
+}  // namespace rl

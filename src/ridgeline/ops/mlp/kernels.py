@@ -1,0 +1,312 @@
+"""Launching the Hopper kernels of this folder: forward.cu, backward.cu (the MLP and its joins) and project.cu."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.activation.reference import GeluKind
+from ridgeline.ops.dropout import DropoutState, quantise
+from ridgeline.ops.norm.reference import NormKind
+
+FOLDER = Path(__file__).parent
+SMEM_LIMIT = 227 * 1024
+WIDTHS = (128, 256)
+THREADS = 384
+TILE_ROWS, CHUNK, SLOT = 128, 128, 128 * 128
+KEPT_ROWS = 2 * TILE_ROWS  # what is kept is padded to the rows of two tiles
+Part = Literal["mlp_forward", "mlp_backward", "project_forward", "project_backward"]
+
+
+class Config(NamedTuple):
+    """How a kernel divides its work.
+
+    Attributes:
+        split: 2 lets a pair of blocks divide the inner dimension of one tile of 128 rows.
+        share: 2 lets two tiles (or pairs) share one stream of weights.
+        stages: ring slots of 16 KB; 0 takes as many as fit, up to 12.
+    """
+
+    split: int = 1
+    share: int = 1
+    stages: int = 0
+
+
+class Dropout(NamedTuple):
+    """A branch's dropout: probability, the state that names the masks, site, and the rows (positions) of a sample."""
+
+    p: float
+    state: DropoutState
+    site: int
+    T: int
+
+
+class Join(NamedTuple):
+    """A join's operands and results: r = residual + dropout(branch + bias), h = norm(r).
+
+    Attributes:
+        kind, eps: of the norm. `weight_C`, `bias_C`: its scale and shift (None without).
+        branch_bias_C: bias of the product that makes the branch; None without.
+        residual_NC: the residual to add; None at the stream's beginning. May be `r_NC`.
+        r_NC, h_NC, mean_N, rstd_N: written; the statistics are fp32, mean None for RMSNorm.
+        dropout: of the branch; None for none.
+    """
+
+    kind: NormKind
+    eps: float
+    weight_C: Tensor
+    bias_C: Tensor | None
+    branch_bias_C: Tensor | None
+    residual_NC: Tensor | None
+    r_NC: Tensor
+    h_NC: Tensor
+    mean_N: Tensor | None
+    rstd_N: Tensor
+    dropout: Dropout | None
+
+
+class JoinGradient(NamedTuple):
+    """The gradient of a join, seen from dh.
+
+    Attributes:
+        kind: of the norm. `weight_C`: its scale. `r_NC`, `mean_N`, `rstd_N`: as the forward pass left them.
+        dresidual_NC: gradient that arrives along the residual stream, or None. May be `dr_NC`.
+        dr_NC: written. `dbranch_NC`: written where there is dropout (dr behind the mask), else None.
+        partials_PW: fp32, `partial_rows` rows, written: columns dweight, then dbias if `bias`, then the branch bias's
+            gradient if `branch_bias`. Rows may be strided.
+        dropout: of the branch, as in the forward pass.
+    """
+
+    kind: NormKind
+    weight_C: Tensor
+    r_NC: Tensor
+    mean_N: Tensor | None
+    rstd_N: Tensor
+    dresidual_NC: Tensor | None
+    dr_NC: Tensor
+    dbranch_NC: Tensor | None
+    partials_PW: Tensor
+    bias: bool
+    branch_bias: bool
+    dropout: Dropout | None
+
+
+def tiles(N: int) -> int:
+    """Tiles of 128 rows."""
+    return -(-N // TILE_ROWS)
+
+
+def chunks(F: int) -> int:
+    """Chunks of 128 inner columns."""
+    return -(-F // CHUNK)
+
+
+def kept_shape(N: int, F: int) -> tuple[int, int]:
+    """Shape of the tensor that keeps the pre-activation: padded, and in the kernels' own order (layout.cuh)."""
+    return -(-N // KEPT_ROWS) * KEPT_ROWS, chunks(F) * CHUNK
+
+
+def partial_rows(N: int, config: Config) -> int:
+    """Rows of the join's partial sums."""
+    sets = -(-tiles(N) // config.share)
+    return sets * config.share * 2 * config.split
+
+
+def inner_partial_rows(N: int, config: Config) -> int:
+    """Rows of the partial sums of du."""
+    return partial_rows(N, config) // config.split
+
+
+def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
+    """Bytes of dynamic shared memory of a kernel, alignment included (the layout is written in the .cu files)."""
+    rows, exchange = 2 * width * 128, 2 * width * 128 if config.split == 2 else 0
+    size = {
+        "mlp_forward": rows + chunks(F) * 256,
+        "mlp_backward": rows + 2 * 4 * 2 * 2048 + (2 * 2 * 4 * CHUNK * 4 if up_bias else 0),
+        "project_forward": exchange,
+        "project_backward": exchange + 2 * sums * 4 * width * 4,
+    }[part]
+    return size + stages * SLOT + 512 + 1024
+
+
+def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up_bias: bool = True) -> Config:
+    """The configuration with as many ring slots as fit, at most 12."""
+    if config.stages:
+        return config
+    fitting = [n for n in range(2, 13) if smem(part, width, config, n, F, sums, up_bias) <= SMEM_LIMIT]
+    return config._replace(stages=fitting[-1])
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def choose(part: Part, N: int, F: int, device: torch.device) -> Config:
+    """The configuration for a problem: pairs divide the inner dimension while tiles are too few to fill the card."""
+    split = 2 if 2 * tiles(N) <= _processors(device.index or 0) and (part[0] == "p" or chunks(F) > 1) else 1
+    return Config(split=split, share=2 if split == 1 and part[0] == "m" else 1)
+
+
+def join_macros(join: Join) -> dict[str, int]:
+    """What a join asks of the compiler."""
+    return {
+        "RMS": int(join.kind == "rmsnorm"),
+        "DROPOUT": int(join.dropout is not None),
+        "RESIDUAL": int(join.residual_NC is not None),
+        "NORM_BIAS": int(join.bias_C is not None),
+        "BRANCH_BIAS": int(join.branch_bias_C is not None),
+    }
+
+
+def gradient_macros(join: JoinGradient) -> dict[str, int]:
+    """What a join's gradient asks of the compiler."""
+    return {
+        "RMS": int(join.kind == "rmsnorm"),
+        "DROPOUT": int(join.dropout is not None),
+        "RESIDUAL": int(join.dresidual_NC is not None),
+        "NORM_BIAS": int(join.bias),
+        "BRANCH_BIAS": int(join.branch_bias),
+    }
+
+
+def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int]:
+    """The macros of tile.cuh."""
+    return {
+        "WIDTH": width,
+        "SPLIT": config.split,
+        "SHARE": config.share,
+        "STAGES": config.stages,
+        "RL_FP16": int(dtype == torch.float16),
+    }
+
+
+def _rows_map(x_NK: Tensor, rows: int = 64) -> bytes:
+    return cuda.tensor_map(x_NK, (rows, 64))
+
+
+def _owned_map(weight_CK: Tensor, share: int) -> bytes:
+    """Rows in the order in which a lane owns eight neighbouring columns of the result: tile.cuh, fetch_owned_rows."""
+    C, K = weight_CK.shape
+    pitch = weight_CK.stride(0)
+    view = weight_CK.as_strided((C // 32, 4, 4, 2, K), (32 * pitch, 2 * pitch, 8 * pitch, pitch, 1))
+    return cuda.tensor_map(view, (4 // share, 4, 4, 2, 64))
+
+
+def _mask_arguments(dropout: Dropout | None) -> tuple[Tensor | None, tuple[cuda.Argument, ...]]:
+    """The state's tensor, and site, threshold, scale, rows a sample and first sample."""
+    if dropout is None:
+        return None, (0, 0, 1.0, 1, 0)
+    threshold, scale = quantise(dropout.p)
+    return dropout.state.seed_step, (dropout.site, threshold, scale, dropout.T, dropout.state.sample_offset)
+
+
+def _launch(
+    name: Part, file: str, macros: dict[str, int], kinds: str, N: int, config: Config, size: int,
+    arguments: Sequence[cuda.Argument], device: torch.device,
+) -> None:  # fmt: skip
+    kernel = cuda.load(FOLDER / file, macros).kernel(name, kinds)
+    clusters = min(-(-tiles(N) // config.share), _processors(device.index or 0) // (config.split * config.share))
+    kernel.launch((clusters * config.split * config.share,), THREADS, size, arguments)
+
+
+def mlp_forward_raw(
+    h_NC: Tensor, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor, kept: Tensor, join: Join,
+    *, gelu: GeluKind, config: Config | None = None,
+) -> None:  # fmt: skip
+    """u = h Wupᵀ + b, z = gelu(u) Wdownᵀ, then the join. Writes `kept` (u; see `kept_shape`) and the join's results."""
+    N, C = h_NC.shape
+    F = up_FC.shape[0]
+    config = fitted("mlp_forward", C, config or choose("mlp_forward", N, F, h_NC.device), F)
+    macros = {
+        **tile_macros(C, h_NC.dtype, config),
+        **join_macros(join),
+        "GELU_TANH": int(gelu == "tanh"),
+        "UP_BIAS": int(up_bias_F is not None),
+    }
+    state, mask = _mask_arguments(join.dropout)
+    arguments = (
+        _rows_map(h_NC), _rows_map(up_FC, CHUNK // config.share), _owned_map(down_CF, config.share), up_bias_F,
+        join.branch_bias_C, kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
+        join.rstd_N, state, N, F, join.eps, *mask,
+    )  # fmt: skip
+    size = smem("mlp_forward", C, config, config.stages, F)
+    _launch("mlp_forward", "forward.cu", macros, "MMMPPPPPPPPPPPiifIIfii", N, config, size, arguments, h_NC.device)
+
+
+def mlp_backward_raw(
+    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, a_NF: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
+    join: JoinGradient, *, gelu: GeluKind, config: Config | None = None,
+) -> None:  # fmt: skip
+    """From the gradient of z to du, a (made anew), and through the join before the MLP.
+
+    Args:
+        dz_NC: gradient of the branch's output. `kept`: the forward pass's.
+        a_NF, du_NF: written: gelu(u), and the gradient of u.
+        du_sums_PF: fp32, `inner_partial_rows` rows, written: partial column sums of du; None where no bias wants them.
+        join: the join whose h the MLP read.
+    """
+    N, C = dz_NC.shape
+    F = up_FC.shape[0]
+    sums = 1 + join.bias + join.branch_bias
+    config = fitted(
+        "mlp_backward", C, config or choose("mlp_backward", N, F, dz_NC.device), F, sums, du_sums_PF is not None
+    )
+    macros = {
+        **tile_macros(C, dz_NC.dtype, config),
+        **gradient_macros(join),
+        "GELU_TANH": int(gelu == "tanh"),
+        "UP_BIAS": int(du_sums_PF is not None),
+    }
+    panel = (16, 64)
+    state, mask = _mask_arguments(join.dropout)
+    arguments = (
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), cuda.tensor_map(a_NF, panel),
+        cuda.tensor_map(du_NF, panel), kept, du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
+    )  # fmt: skip
+    size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
+    _launch("mlp_backward", "backward.cu", macros, "MMMMMPPPPPPPPPPqPiiIIfii", N, config, size, arguments, dz_NC.device)
+
+
+def _gradient_arguments(join: JoinGradient) -> tuple[cuda.Argument, ...]:
+    return (
+        join.r_NC, join.weight_C, join.mean_N, join.rstd_N, join.dresidual_NC, join.dr_NC, join.dbranch_NC,
+        join.partials_PW, join.partials_PW.stride(0),
+    )  # fmt: skip
+
+
+def project_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None) -> None:
+    """y = x Wᵀ, then the join (which adds the bias): attention's output projection."""
+    N, K = x_NK.shape
+    C = weight_CK.shape[0]
+    config = fitted("project_forward", C, config or choose("project_forward", N, K, x_NK.device))
+    macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
+    state, mask = _mask_arguments(join.dropout)
+    arguments = (
+        _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK, config.share), join.branch_bias_C, join.residual_NC,
+        join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N, join.rstd_N, join.eps, state, N, -(-K // 64),
+        *mask,
+    )  # fmt: skip
+    size = smem("project_forward", C, config, config.stages)
+    _launch("project_forward", "project.cu", macros, "MMPPPPPPPPfPiiIIfii", N, config, size, arguments, x_NK.device)
+
+
+def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *, config: Config | None = None) -> None:
+    """dh = dy W, then the gradient of the join that made h: the input gradient of the joint QKV projection."""
+    N, K = dy_NK.shape
+    C = weight_KC.shape[1]
+    sums = 1 + join.bias + join.branch_bias
+    config = fitted("project_backward", C, config or choose("project_backward", N, K, dy_NK.device), sums=sums)
+    macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
+    state, mask = _mask_arguments(join.dropout)
+    arguments = (
+        _rows_map(dy_NK, TILE_ROWS), _rows_map(weight_KC), *_gradient_arguments(join), state, N, -(-K // 64), *mask,
+    )  # fmt: skip
+    size = smem("project_backward", C, config, config.stages, sums=sums)
+    _launch("project_backward", "project.cu", macros, "MMPPPPPPPPqPiiIIfii", N, config, size, arguments, dy_NK.device)

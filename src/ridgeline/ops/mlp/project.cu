@@ -1,0 +1,110 @@
+// A product whose result is one row tile wide, and the join on either side of it, for sm_90a:
+//   forward   (BACKWARD 0)  y = x Wᵀ + b, then the join: the output projection of attention;      W [C, K]
+//   backward  (BACKWARD 1)  dh = dy W, then the gradient of the join before it: the QKV projection's; W [K, C]
+//
+// Macros: tile.cuh's, join.cuh's, BACKWARD.
+#include "join.cuh"
+
+using namespace rl;
+
+constexpr int RING = 0, EXCHANGE = STAGES * SLOT_BYTES, BRANCH_SUMS = EXCHANGE + (SPLIT == 2 ? 2 * EXCHANGE_BYTES : 0);
+constexpr int BARRIERS = BRANCH_SUMS + (BACKWARD ? 2 * SUMS_BYTES : 0);
+
+RL_D void produce(const TensorMap* x, const TensorMap* weight, int rows, int first, int last, u32 smem, Barriers bar,
+                  const Place& me) {
+  Ring ring(smem + RING, bar);
+  for (Tiles tiles(me, rows); tiles.valid(); tiles.advance())
+    for (int k = first; k < last; ++k) {
+      ring.begin();
+      copy_2d(ring.address(), x, 64 * k, tiles.tile * TILE_ROWS, bar.full(ring.slot));
+      ring.advance();
+      for (int half = 0; half < HALVES; ++half) {
+        if (BACKWARD) fetch_columns(ring, weight, 64 * k, 128 * half, me);
+        else fetch_owned_rows(ring, weight, 64 * k, 128 * half, me);
+      }
+    }
+}
+
+// One tile's products. Slots come as the rows of x, then each half of the weight's columns.
+RL_D void multiply(float (&acc)[HALVES][64], int blocks, Ring& ring, const Place& me) {
+#pragma unroll 1
+  for (int k = 0; k < blocks; ++k) {
+    u32 slots[1 + HALVES];
+#pragma unroll
+    for (int i = 0; i <= HALVES; ++i) {
+      ring.wait();
+      slots[i] = ring.address();
+      ring.advance();
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half)
+      product<BACKWARD>(acc[half], slots[0] + me.group * SLOT_BYTES / 2, slots[1 + half], true);
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) wgmma_touch(acc[half]);
+#pragma unroll
+    for (int back = 1; back <= HALVES + 1; ++back) release(ring, back, me);
+  }
+}
+
+template <class Join, class Finish>
+RL_D void consume(const Join& join, const u16* bias, int blocks, u32 smem, Barriers bar, const Place& me, Finish finish) {
+  Ring ring(smem + RING, bar);
+  const u32 area = smem + EXCHANGE + me.group * EXCHANGE_BYTES;
+  for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
+    if (SPLIT == 2 && me.lane == 0) remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+    float acc[HALVES][64], v[OWN_ROWS][LANE];
+    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);
+    multiply(acc, blocks, ring, me);
+    if (SPLIT == 2) exchange(v, acc, area, bar, tiles.round & 1, me);
+    else take_rows(v, acc);
+    finish(v, tiles.tile);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if SPLIT * SHARE > 1
+    __cluster_dims__(SPLIT * SHARE, 1, 1)
+#endif
+#if BACKWARD
+        project_backward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* r,
+                         const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr,
+                         u16* dbranch, float* partials, i64 stride,
+#else
+        project_forward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* branch_bias,
+                        const u16* residual, const u16* weight, const u16* bias, u16* r, u16* h, float* mean, float* rstd,
+                        float eps,
+#endif
+                        const i64* seed_step, int rows, int blocks, u32 site, u32 threshold, float scale,
+                        int rows_per_sample, int first_sample) {
+  extern __shared__ u8 raw[];
+  const u32 smem = align_1024(smem_address(raw));
+  const Barriers bar{smem + BARRIERS};
+  const Place me = Place::here();
+  if (threadIdx.x == 0) bar.init();
+  block_sync();
+  const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = min(first + share, blocks);
+  if (me.group < 0) {
+    registers_down<40>();
+    if (threadIdx.x == 0) produce(&x, &w, rows, first, last, smem, bar, me);
+  } else {
+    registers_up<232>();
+    const Mask mask = Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample);
+#if BACKWARD
+    const JoinBackward join{r, weight, dresidual, mean, rstd, dr, dbranch, partials, stride, rows, mask};
+    consume(join, nullptr, last - first, smem, bar, me, [&](float (&v)[OWN_ROWS][LANE], int tile) {
+      own_columns(v, me);
+      join_backward(join, v, tile * TILE_ROWS + 64 * me.group + first_row(me), smem + BRANCH_SUMS + me.group * SUMS_BYTES,
+                    (2 * tile + me.group) * SPLIT + me.split, me);
+    });
+#else
+    const JoinForward join{residual, weight, bias, r, h, mean, rstd, eps, rows, mask};
+    consume(join, branch_bias, last - first, smem, bar, me, [&](float (&v)[OWN_ROWS][LANE], int tile) {
+      join_forward(join, v, tile * TILE_ROWS + 64 * me.group + first_row(me), me);
+    });
+#endif
+  }
+  block_sync();  // a peer may still arrive or send here
+}

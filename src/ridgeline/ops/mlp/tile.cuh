@@ -1,0 +1,204 @@
+// What the kernels of this folder share: a block has 128 rows of the result, whole rows; one producer warp streams the
+// weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers.
+//
+// Macros: WIDTH (C: 128 or 256), STAGES (ring slots), and the blocks of a cluster:
+//   SPLIT 2: a pair divides the inner dimension of the same rows, exchanges half of its sums, and each finishes 64 rows;
+//   SHARE 2: two tiles (or pairs) share one stream of weights, each block fetching half of every slot for both.
+#pragma once
+#include "layout.cuh"
+#include "ridgeline/cluster.cuh"
+
+namespace rl {
+
+constexpr int TILE_ROWS = 128, THREADS = 384, CLUSTER = SPLIT * SHARE;
+constexpr int SLOT_BYTES = 128 * 128;              // 64 of K by 128 of the result's columns; or 128 rows by 64 of K
+constexpr int HALVES = WIDTH / 128;                // accumulators of 64 × 128 in a whole row
+constexpr int GROUPS = WIDTH / 32, LANE = WIDTH / 4;  // column groups; values of a row in a thread
+constexpr int OWN_ROWS = 2 / SPLIT;                // rows a thread finishes
+constexpr int EXCHANGE_BYTES = 128 * LANE * 4;     // a warpgroup's
+
+struct Place {
+  int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
+  int split, share;       // this block in its cluster
+  u32 rank;
+  RL_D static Place here() {
+    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
+    return {static_cast<int>(threadIdx.x) / 128 - 1, static_cast<int>(threadIdx.x) / 32 % 4, static_cast<int>(threadIdx.x) % 32,
+            static_cast<int>(rank) % SPLIT, static_cast<int>(rank) / SPLIT, rank};
+  }
+  RL_D int thread() const { return 32 * warp + lane; }  // in the warpgroup
+};
+
+// The tiles of 128 rows that a block works on, one after another; every block of a cluster takes as many.
+struct Tiles {
+  int round, rounds, tile;
+  RL_D Tiles(const Place& me, int rows) {
+    const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
+    const int sets = ceil_div(ceil_div(rows, TILE_ROWS), SHARE);
+    round = 0;
+    rounds = cluster < sets ? ceil_div(sets - cluster, clusters) : 0;
+    tile = cluster * SHARE + me.share;
+  }
+  RL_D bool valid() const { return round < rounds; }
+  RL_D void advance() {
+    ++round;
+    tile += gridDim.x / SPLIT;
+  }
+};
+
+// ---- barriers, at a fixed place in shared memory
+struct Barriers {
+  u32 base;
+  RL_D u32 full(int slot) const { return base + 8 * slot; }
+  RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
+  RL_D u32 rows_full(int group) const { return base + 8 * (2 * STAGES + group); }       // a warpgroup's rows of A are there
+  RL_D u32 rows_empty(int group) const { return base + 8 * (2 * STAGES + 2 + group); }  // … may be written again
+  RL_D u32 may_send(int group) const { return base + 8 * (2 * STAGES + 4 + group); }    // the peer's exchange area is free
+  RL_D u32 received(int group) const { return base + 8 * (2 * STAGES + 6 + group); }    // the peer's sums are here
+  RL_D void init() const {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(full(i), 1);
+      barrier_init(empty(i), 8 * SHARE);
+    }
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(rows_full(i), 1);
+      barrier_init(rows_empty(i), 4);
+      barrier_init(may_send(i), 4);
+      barrier_init(received(i), 4);
+    }
+    barrier_init_fence();
+  }
+};
+constexpr int BARRIER_BYTES = 512;
+static_assert(8 * (2 * STAGES + 8) <= BARRIER_BYTES, "barriers overflow");
+
+RL_D void block_sync() {
+  __syncwarp();
+  if (CLUSTER > 1) cluster_sync();
+  else __syncthreads();
+}
+
+// ---- the ring
+struct Ring {
+  u32 slots;
+  Barriers bar;
+  int slot;
+  u32 phase;
+  RL_D Ring(u32 slots, Barriers bar) : slots(slots), bar(bar), slot(0), phase(0) {}
+  RL_D u32 address() const { return slots + slot * SLOT_BYTES; }
+  RL_D void advance() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+  // Producer: wait until the slot is free and announce its bytes.
+  RL_D void begin() const {
+    barrier_wait(bar.empty(slot), phase ^ 1);
+    barrier_expect(bar.full(slot), SLOT_BYTES);
+  }
+  // Consumer: wait until the slot is full.
+  RL_D void wait() const { barrier_wait(bar.full(slot), phase); }
+};
+
+// Consumer: the slot `back` places before `ring`'s has been read.
+RL_D void release(const Ring& ring, int back, const Place& me) {
+  const int slot = ring.slot >= back ? ring.slot - back : ring.slot - back + STAGES;
+  if (SHARE == 1) {
+    if (me.lane == 0) barrier_arrive(ring.bar.empty(slot));
+  } else if (me.lane < SHARE) {
+    remote_arrive(ring.bar.empty(slot), me.lane * SPLIT + me.split);
+  }
+}
+
+RL_D void fetch_2d(u32 destination, const TensorMap* map, int x, int y, u32 barrier, const Place& me) {
+  if (SHARE == 1) copy_2d(destination, map, x, y, barrier);
+  else copy_2d_to(destination, map, x, y, barrier, static_cast<u16>((1 | 1 << SPLIT) << me.split));
+}
+// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 / SHARE rows × 64.
+RL_D void fetch_rows(Ring& ring, const TensorMap* map, int k, int row, const Place& me) {
+  constexpr int PART = 128 / SHARE;
+  ring.begin();
+  fetch_2d(ring.address() + me.share * PART * 128, map, k, row + me.share * PART, ring.bar.full(ring.slot), me);
+  ring.advance();
+}
+// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4 / SHARE, 4, 4, 2, 64].
+RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row, const Place& me) {
+  constexpr int PART = 4 / SHARE;
+  ring.begin();
+  const u32 target = ring.address() + me.share * PART * 32 * 128, full = ring.bar.full(ring.slot);
+  const int first = row / 32 + me.share * PART;
+  if (SHARE == 1) copy_5d(target, map, k, 0, 0, 0, first, full);
+  else copy_5d_to(target, map, k, 0, 0, 0, first, full, static_cast<u16>((1 | 1 << SPLIT) << me.split));
+  ring.advance();
+}
+// A slot of 64 of K (the weight's rows k …) × 128 columns; the map's box is 64 × 64.
+RL_D void fetch_columns(Ring& ring, const TensorMap* map, int k, int column, const Place& me) {
+  ring.begin();
+#pragma unroll
+  for (int panel = 0; panel < 2; ++panel)
+    if (SHARE == 1 || panel == me.share)
+      fetch_2d(ring.address() + panel * SLOT_BYTES / 2, map, column + 64 * panel, k, ring.bar.full(ring.slot), me);
+  ring.advance();
+}
+
+// ---- products: acc[64, 128] (+)= A[64 rows, 64 of K] · slot
+template <int TRANSPOSED>
+RL_D u64 slot_operand(u32 slot, int step) {
+  return TRANSPOSED ? operand_mn_major(slot + step * 16 * 128, SLOT_BYTES / 2) : operand_k_major(slot + step * 32);
+}
+template <int TRANSPOSED>
+RL_D void product(float (&acc)[64], u32 a, u32 slot, bool accumulate) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    wgmma<128, 0, TRANSPOSED>(acc, operand_k_major(a + step * 32), slot_operand<TRANSPOSED>(slot, step), accumulate || step > 0);
+}
+template <int TRANSPOSED>
+RL_D void product_registers(float (&acc)[64], const u32 (*a)[4], u32 slot) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    wgmma_registers<128, TRANSPOSED>(acc, a[step], slot_operand<TRANSPOSED>(slot, step), 1);
+}
+
+// ---- from accumulators to whole rows: v[h][8 g + 2 j + e] of `OWN_ROWS` rows a thread, in the order of layout.cuh
+RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64]) {
+#pragma unroll
+  for (int h = 0; h < OWN_ROWS; ++h)
+#pragma unroll
+    for (int i = 0; i < LANE; ++i) v[h][i] = acc[i / 32][i % 32 / 2 * 4 + 2 * h + i % 2];
+}
+
+// SPLIT 2: keep the sums of row half `split`, send the other half to the peer, add what it sends. `area` is this
+// warpgroup's exchange area in either block; the peer has said (may_send) that its own is free.
+RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u32 area, Barriers bar, u32 phase,
+                   const Place& me) {
+  const u32 peer = me.rank ^ 1;
+  barrier_wait_cluster(bar.may_send(me.group), phase);
+  const u32 there = remote_address(area, peer) + me.thread() * 16;
+#pragma unroll
+  for (int i = 0; i < LANE; i += 4) {
+    float out[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int low = (i + k) % 32 / 2 * 4 + (i + k) % 2;
+      const float first = acc[(i + k) / 32][low], second = acc[(i + k) / 32][low + 2];
+      v[0][i + k] = me.split ? second : first;
+      out[k] = me.split ? first : second;
+    }
+    remote_store(there + i / 4 * 2048, out[0], out[1], out[2], out[3]);
+  }
+  fence_cluster();
+  __syncwarp();
+  if (me.lane == 0) remote_arrive(bar.received(me.group), peer);
+  barrier_wait_cluster(bar.received(me.group), phase);
+#pragma unroll
+  for (int i = 0; i < LANE; i += 4) {
+    float in[4];
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(in[0]), "=f"(in[1]), "=f"(in[2]), "=f"(in[3])
+                 : "r"(area + me.thread() * 16 + i / 4 * 2048) : "memory");
+#pragma unroll
+    for (int k = 0; k < 4; ++k) v[0][i + k] += in[k];
+  }
+}
+
+// The rows of a warpgroup, this thread's first one in it.
+RL_D int first_row(const Place& me) { return 16 * me.warp + me.lane / 4 + 8 * me.split; }
+
+}  // namespace rl
