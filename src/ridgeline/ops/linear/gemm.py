@@ -48,11 +48,11 @@ class Config(NamedTuple):
         return self.tile_m * (2 if self.cooperative else 1)
 
     def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
-        """Bytes of dynamic shared memory, alignment included."""
+        """Bytes of dynamic shared memory."""
         b_bytes = self.tile_n * 128
         slot = self.rows * 128 + (0 if self.resident else b_bytes)
         panels = self.rows * self.tile_n // 1024 if reads_c else 16
-        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 2 * 1024
+        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 1024
 
     def fitted(self, k_chunks: int, reads_c: bool) -> Config:
         """The same with as many stages as fit.

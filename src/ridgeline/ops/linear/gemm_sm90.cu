@@ -28,7 +28,7 @@ constexpr int PANEL_BYTES = 16 * ROW_BYTES;               // 16 rows × 64 colum
 constexpr int PANELS = M_BLOCKS * N_HALVES;               // panels a warp has in a tile
 constexpr bool READS_C = EPILOGUE >= 2;
 constexpr int BARRIER_BYTES = 1024;
-// dynamic shared memory, from a 1024-byte boundary: resident B, ring, panels, barriers
+// dynamic shared memory: resident B, ring, panels, barriers
 constexpr int RING = RESIDENT_BYTES, PANEL_POOL = RING + STAGES * SLOT_BYTES;
 constexpr int POOL_PANELS = READS_C ? (COOPERATIVE ? 8 : 4) * PANELS : 2 * 4 * 2;
 constexpr int BARRIERS = PANEL_POOL + POOL_PANELS * PANEL_BYTES;
@@ -65,24 +65,6 @@ struct Tiles {
     }
   }
 };
-
-RL_D u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-RL_D void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-RL_D void remote_arrive(u32 barrier, u32 rank) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
-}
-RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {  // to both blocks of the pair
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<u16>(3)) : "memory");
-}
 
 struct Problem {  // what every part of the kernel needs to know of its operands
   const TensorMap *a, *b, *c, *d, *u;
@@ -410,8 +392,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
              const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
              const i64* seed_step, int m, int n, u32 site, u32 threshold, float scale, int rows_per_sample,
              int first_sample) {
-  extern __shared__ u8 raw[];
-  const u32 smem = align_1024(smem_address(raw));
+#ifdef RL_EMULATED
+  const u32 smem = dynamic_smem();
+#else
+  extern __shared__ __align__(1024) u8 bytes[];
+  const u32 smem = smem_address(bytes);
+#endif
   const Barriers bar{smem + BARRIERS};
   const u32 rank = CLUSTER == 2 ? cluster_rank() : 0;
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, m, n};

@@ -21,6 +21,17 @@ RL_HD constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile with rows of 128 bytes under the 128-byte swizzle.
 RL_HD constexpr u32 swizzle128(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
+// Operand tiles of wgmma under the 128-byte swizzle. A tile starts at a multiple of 1024 bytes.
+//   K-major  (TRANSPOSED = 0): rows of 64 elements of K; the next 16 of K are 32 bytes further; operand_k_major.
+//   MN-major (TRANSPOSED = 1): rows of one K, 64 elements of M or N; 64 more of M or N lie `stride` bytes further;
+//            the next 16 of K are 16 · 128 bytes further; operand_mn_major.
+RL_HD constexpr u64 operand_k_major(u32 address) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+RL_HD constexpr u64 operand_mn_major(u32 address, u32 stride) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(stride >> 4) << 16) | (64ull << 32) | (1ull << 62);
+}
+
 #ifdef RL_D
 
 constexpr int WARP = 32;

@@ -61,6 +61,27 @@ RL_D void store_wait() {  // until all but PENDING groups are in memory
 // In every thread that wrote shared memory with ordinary stores, before the barrier after which wgmma or a copy reads it.
 RL_D void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// ---- pairs of blocks (a cluster of 2); a barrier or a tile has the same address in both
+RL_D u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+RL_D void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// One arrival at the barrier of block `rank`.
+RL_D void remote_arrive(u32 barrier, u32 rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+}
+// A copy into both blocks, each of whose barriers counts its bytes.
+RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(static_cast<u16>(3)) : "memory");
+}
+
 // ---- kernels that start while the one before still runs (a launch with early=True)
 RL_D void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 // The kernel after may start filling free multiprocessors; it still waits for this one's end before it reads.
@@ -94,17 +115,7 @@ RL_D void load_matrices_transposed(u32 (&m)[4], u32 address) {
 //
 // Thread t of the warpgroup (warp w = t / 32, lane l = t % 32) holds in d[4 j + 2 h + e] the element of row
 // 16 w + l / 4 + 8 h and column 8 j + 2 (l % 4) + e.
-//
-// Operand tiles, each starting at a multiple of 1024 bytes (a base inside one is fine where noted):
-//   K-major  (TRANSPOSED = 0): rows of 64 elements of K; the next 16 of K are 32 bytes further; operand_k_major.
-//   MN-major (TRANSPOSED = 1): rows of one K, 64 elements of M or N; 64 more of M or N lie `stride` bytes further;
-//            the next 16 of K are 16 · 128 bytes further; operand_mn_major.
-RL_D u64 operand_k_major(u32 address) {
-  return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
-}
-RL_D u64 operand_mn_major(u32 address, u32 stride) {
-  return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(stride >> 4) << 16) | (64ull << 32) | (1ull << 62);
-}
+// Operand tiles and their descriptors: operand_k_major and operand_mn_major in common.cuh.
 RL_D void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 RL_D void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
