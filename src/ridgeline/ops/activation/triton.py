@@ -39,24 +39,24 @@ def normal_tail(magnitude, bell):
 def gelu(u, TANH: tl.constexpr, PRECISE: tl.constexpr):
     """GELU of fp32 values. PRECISE asks for fp32 accuracy instead of a 16-bit storage's."""
     if TANH:
-        z = _SQRT_2_OVER_PI * u * (1.0 + 0.044715 * u * u)
-        return u / (1.0 + tl.exp2(tl.minimum(-2.0 * _LOG2_E * z, 80.0)))
+        z = u * (1.0 + 0.044715 * u * u) * _SQRT_2_OVER_PI
+        return u / (1.0 + tl.exp2(tl.minimum(z * (-2.0 * _LOG2_E), 80.0)))
     if PRECISE:
         return 0.5 * u * (1.0 + tl.erf(u * _SQRT_HALF))
     magnitude = tl.abs(u)
-    return tl.maximum(u, 0.0) - magnitude * normal_tail(magnitude, tl.exp2(-_HALF_LOG2_E * u * u))
+    return tl.maximum(u, 0.0) - magnitude * normal_tail(magnitude, tl.exp2(u * u * -_HALF_LOG2_E))
 
 
 @triton.jit
 def gelu_derivative(u, TANH: tl.constexpr, PRECISE: tl.constexpr):
     """Derivative of GELU at fp32 values."""
     if TANH:
-        z = _SQRT_2_OVER_PI * u * (1.0 + 0.044715 * u * u)
-        opposite = tl.exp2(tl.minimum(-2.0 * _LOG2_E * z, 80.0))
+        z = u * (1.0 + 0.044715 * u * u) * _SQRT_2_OVER_PI
+        opposite = tl.exp2(tl.minimum(z * (-2.0 * _LOG2_E), 80.0))
         s = 1.0 / (1.0 + opposite)
-        slope = 2.0 * _SQRT_2_OVER_PI * (1.0 + 3.0 * 0.044715 * u * u)
+        slope = (2.0 + 6.0 * 0.044715 * u * u) * _SQRT_2_OVER_PI
         return s + u * s * (opposite * s) * slope  # opposite · s is 1 − s without its cancellation
-    bell = tl.exp2(-_HALF_LOG2_E * u * u)
+    bell = tl.exp2(u * u * -_HALF_LOG2_E)
     if PRECISE:
         return 0.5 * (1.0 + tl.erf(u * _SQRT_HALF)) + u * bell * _DENSITY
     tail = normal_tail(tl.abs(u), bell)

@@ -229,7 +229,7 @@ def table_gradient_sorted_raw(
     """
     (N, K), (V, C) = ids_NK.shape, dtable_VC.shape
     sorted_ids, order = torch.sort(ids_NK.flatten(), stable=True)
-    block_c = max(16, min(128, power_of_two(C)))
+    block_c = max(16, min(64, power_of_two(C)))
     chunks, blocks = grid_rows(N * K, CHUNK), grid_rows(C, block_c)
     table_gradient_sorted_kernel[(chunks, blocks)](
         dout_NX, order, sorted_ids, dtable_VC, ends_Z2C, N, K, dout_NX.stride(0), V,

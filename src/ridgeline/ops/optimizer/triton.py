@@ -129,7 +129,7 @@ def adamw_update_kernel(
 
 def plan_config(M: int) -> Launch:
     """The launch of the norm kernel for M parameters."""
-    return Launch(rows=1, columns=2048, warps=8, per_processor=2)
+    return Launch(rows=1, columns=2048, warps=8, per_processor=4)
 
 
 def update_config(M: int) -> Launch:
