@@ -9,6 +9,7 @@ from torch import Tensor
 from ridgeline.models import Decoder, DecoderConfig
 from ridgeline.models.init import initialise
 from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 pytest.importorskip("triton")
 
@@ -78,3 +79,26 @@ def test_evaluation_draws_no_masks() -> None:
     fused = copy.deepcopy(model)
     fused.impl = "fused"
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sinks_receive_what_autograd_would(name: str) -> None:
+    model = decoder(CONFIGS[name])
+    generator = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
+    expected = run(model, "fused", torch.float32, x, dy)
+    model.impl = "fused"
+    own = {key: p for key, p in model.named_parameters() if key != "positions"}
+    flat = torch.full((sum(p.numel() for p in own.values()),), float("nan"))
+    views = dict(zip(own, flat.split([p.numel() for p in own.values()]), strict=True))
+    sinks = {key: GradientSink(views[key].view(p.shape)) for key, p in own.items()}
+    for key, p in own.items():
+        setattr(p, ATTRIBUTE, sinks[key])
+    state = DropoutState(torch.tensor([3, 4]), sample_offset=2)
+    for repeat in (1, 2):  # written, then added
+        for sink in sinks.values():
+            sink.begin(add=repeat == 2)
+        grads = torch.autograd.grad(model(x.requires_grad_(), state), list(own.values()), dy, allow_unused=True)
+        assert all(gradient is None for gradient in grads)
+        for key, sink in sinks.items():
+            torch.testing.assert_close(sink.target, repeat * expected[key], rtol=1e-5, atol=1e-6, msg=key)

@@ -22,7 +22,8 @@ from torch import Tensor
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.attention import ATTENTION, AttentionStep, Shape
 from ridgeline.models.fused.choices import Choices
-from ridgeline.models.fused.mlp import Hidden, hidden_backward, hidden_forward, sums
+from ridgeline.models.fused.gradients import column_gradients, matrix_gradient, table_gradient
+from ridgeline.models.fused.mlp import Hidden, hidden_backward, hidden_forward
 from ridgeline.ops.norm import triton as norm
 
 
@@ -67,11 +68,11 @@ class Saved(NamedTuple):
 
 
 class JoinGradients(NamedTuple):
-    """A join's gradients: along the residual, into the branch, and of its small parameters."""
+    """A join's gradients: along the residual, into the branch; of its scale, its shift and the branch's bias."""
 
     dr_NC: Tensor
     dbranch_NC: Tensor
-    dweight_C: Tensor
+    dweight_C: Tensor | None
     dbias_C: Tensor | None
     dbranch_bias_C: Tensor | None
 
@@ -106,36 +107,31 @@ def join_backward(
     dresidual_NC: Tensor | None,
     joined: Joined,
     weights: Norm,
-    branch_bias: bool,
+    branch_bias_C: Tensor | None,
     site: int,
 ) -> JoinGradients:
     """The gradients of `join_forward`; dr takes `dresidual_NC`'s memory where there is one."""
     N, C = dh_NC.shape
-    columns = 1 + (weights.bias_C is not None) + branch_bias
-    partials = dh_NC.new_empty(norm.partial_rows(N, C, dh_NC), columns * C, dtype=torch.float32)
+    small = [w for w in (weights.weight_C, weights.bias_C, branch_bias_C) if w is not None]
+    partials = dh_NC.new_empty(norm.partial_rows(N, C, dh_NC), len(small) * C, dtype=torch.float32)
     dropped = shape.p > 0
     dr_NC = torch.empty_like(dh_NC) if dresidual_NC is None else dresidual_NC
     dbranch_NC = torch.empty_like(dh_NC) if dropped else dr_NC
     norm.norm_backward_raw(
         dh_NC, joined.r_NC, weights.weight_C, joined.mean_N, joined.rstd_N, partials, kind=config.norm,
-        bias=weights.bias_C is not None, branch_bias=branch_bias, dresidual_NC=dresidual_NC, dr_NC=dr_NC,
+        bias=weights.bias_C is not None, branch_bias=branch_bias_C is not None, dresidual_NC=dresidual_NC, dr_NC=dr_NC,
         dbranch_NC=dbranch_NC if dropped else None, T=shape.T, p=shape.p,
         dropout=shape.dropout if dropped else None, site=site,
     )  # fmt: skip
-    small = list(sums(partials).split(C))
-    dweight_C = small.pop(0)
-    dbias_C = small.pop(0) if weights.bias_C is not None else None
-    return JoinGradients(dr_NC, dbranch_NC, dweight_C, dbias_C, small[0] if branch_bias else None)
+    grads = column_gradients(partials, small)
+    dweight_C = grads.pop(0)
+    dbias_C = grads.pop(0) if weights.bias_C is not None else None
+    return JoinGradients(dr_NC, dbranch_NC, dweight_C, dbias_C, grads[0] if branch_bias_C is not None else None)
 
 
 def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
     """x Wᵀ + b, by the vendor's GEMM."""
     return torch.nn.functional.linear(x_NK, weight_MK, bias_M)
-
-
-def weight_gradient(dy_NM: Tensor, x_NK: Tensor) -> Tensor:
-    """dyᵀ x (M, K) in the storage dtype, accumulated in fp32."""
-    return dy_NM.t() @ x_NK
 
 
 def block_forward(
@@ -174,18 +170,20 @@ def block_backward(
 
     The gradients of `norm_1` and of `down_bias_C` belong to the joins at the block's ends; the stack has them.
     """
-    grads: dict[str, Tensor | None] = {"down_CF": weight_gradient(dbranch_NC, saved.hidden.a_NF)}
+    grads: dict[str, Tensor | None] = {"down_CF": matrix_gradient(weights.down_CF, dbranch_NC, saved.hidden.a_NF)}
     du_NF, grads["up_bias_F"] = hidden_backward(
         dbranch_NC, weights.down_CF, saved.hidden, weights.up_bias_F, config.gelu, choices.mlp
     )
-    grads["up_FC"] = weight_gradient(du_NF, saved.middle.h_NC)
+    grads["up_FC"] = matrix_gradient(weights.up_FC, du_NF, saved.middle.h_NC)
     joined = join_backward(
         config, shape, du_NF @ weights.up_FC, dresidual_NC, saved.middle, weights.norm_2,
-        weights.out_bias_C is not None, sites[1],
+        weights.out_bias_C, sites[1],
     )  # fmt: skip
     grads |= {"norm_2.weight_C": joined.dweight_C, "norm_2.bias_C": joined.dbias_C, "out_bias_C": joined.dbranch_bias_C}
-    grads["out_CM"] = weight_gradient(joined.dbranch_NC, saved.attention.mixed_NM)
-    dqkv_NQ, grads["relative_RD"] = saved.attention.backward(joined.dbranch_NC @ weights.out_CM)
-    grads["qkv_QC"] = weight_gradient(dqkv_NQ, first.h_NC)
-    grads["qkv_bias_Q"] = None if weights.qkv_bias_Q is None else dqkv_NQ.sum(0, dtype=torch.float32)
+    grads["out_CM"] = matrix_gradient(weights.out_CM, joined.dbranch_NC, saved.attention.mixed_NM)
+    dqkv_NQ, dtable_RD = saved.attention.backward(joined.dbranch_NC @ weights.out_CM)
+    grads["relative_RD"] = table_gradient(weights.relative_RD, dtable_RD)
+    grads["qkv_QC"] = matrix_gradient(weights.qkv_QC, dqkv_NQ, first.h_NC)
+    if weights.qkv_bias_Q is not None:
+        grads["qkv_bias_Q"] = table_gradient(weights.qkv_bias_Q, dqkv_NQ.sum(0, dtype=torch.float32))
     return dqkv_NQ @ weights.qkv_QC, joined.dr_NC, grads

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.models.fused.gradients import column_gradients
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.linear import GeluKind, products
 
@@ -17,13 +17,6 @@ class Hidden(NamedTuple):
 
     u_NF: Tensor
     a_NF: Tensor
-
-
-def sums(partials_PW: Tensor) -> Tensor:
-    """Column sums of fp32 partials, in a fixed order."""
-    out_W = partials_PW.new_empty(partials_PW.shape[1])
-    column_sums_raw(partials_PW, out_W, accumulate=False)
-    return out_W
 
 
 def hidden_forward(h_NC: Tensor, up_FC: Tensor, bias_F: Tensor | None, gelu: GeluKind, impl: str) -> Hidden:
@@ -46,11 +39,11 @@ def hidden_backward(
     if impl == "cuda":
         partials = products.input_gradient_raw(dz_NC, down_CF, du_NF, pre_NK=hidden.u_NF, gelu=gelu, impl="cuda")
         assert partials is not None
-        return du_NF, None if bias_F is None else sums(partials)
+        return du_NF, None if bias_F is None else column_gradients(partials, [bias_F])[0]
     torch.mm(dz_NC, down_CF, out=du_NF)
     partials = None
     if bias_F is not None:
         rows = activation.partial_rows(du_NF.shape[0], du_NF.shape[1], du_NF)
         partials = du_NF.new_empty(rows, du_NF.shape[1], dtype=torch.float32)
     activation.bias_gelu_backward_raw(du_NF, hidden.u_NF, bias_F, du_NF, partials, kind=gelu)
-    return du_NF, None if partials is None else sums(partials)
+    return du_NF, None if partials is None or bias_F is None else column_gradients(partials, [bias_F])[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.decoder import EMBEDDING_SITE, Block, Decoder, dropout_sites
@@ -75,6 +76,7 @@ class _Stack(torch.autograd.Function):
         return joined.h_NC
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
         config, shape, choices = ctx.config, ctx.shape, ctx.choices
         blocks, final = _unflatten(ctx.flat)
@@ -86,7 +88,7 @@ class _Stack(torch.autograd.Function):
             sites = dropout_sites(layer)
             joined = join_backward(
                 config, shape, dh_NC, dresidual_NC, ctx.joins[index], norms[index],
-                weights.down_bias_C is not None, sites[2],
+                weights.down_bias_C, sites[2],
             )  # fmt: skip
             grads[index] |= {"norm_1.weight_C": joined.dweight_C, "norm_1.bias_C": joined.dbias_C}
             grads[layer]["down_bias_C"] = joined.dbranch_bias_C
@@ -103,9 +105,9 @@ class _Stack(torch.autograd.Function):
             )
             grads[layer] |= mine
             ctx.saved[layer] = ctx.joins[index] = None  # freed: no earlier layer reads them
-        joined = join_backward(config, shape, dh_NC, dresidual_NC, ctx.joins[0], norms[0], False, EMBEDDING_SITE)
+        joined = join_backward(config, shape, dh_NC, dresidual_NC, ctx.joins[0], norms[0], None, EMBEDDING_SITE)
         grads[0] |= {"norm_1.weight_C": joined.dweight_C, "norm_1.bias_C": joined.dbias_C}
-        flat = [by_field[name] for by_field in grads[:-1] for name in BLOCK_FIELDS]
+        flat = [by_field.get(name) for by_field in grads[:-1] for name in BLOCK_FIELDS]
         flat += [grads[-1][name] for name in BLOCK_FIELDS[:2]]
         return None, None, None, joined.dbranch_NC, *flat
 

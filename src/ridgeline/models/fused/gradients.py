@@ -1,0 +1,74 @@
+"""Weight gradients: into the sinks that a step hangs on its weights, or back to autograd where there are none."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops.linear import products
+from ridgeline.ops.sink import GradientSink, sink_of
+
+
+def matrix_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
+    """dyᵀ x: written or added in fp32 to the weight's sink (None), else in the storage dtype."""
+    sink = sink_of(weight_MK)
+    if sink is None:
+        return dy_NM.t() @ x_NK
+    target, add = sink.take()
+    products.weight_gradient_raw(dy_NM, x_NK, target, accumulate=add)
+    return None
+
+
+def column_gradients(partials_PW: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
+    """Column sums of fp32 partials, split among one-dimensional weights that lie side by side in its columns.
+
+    One launch writes all of them, also into sinks that are views of one flat buffer.
+    """
+    sinks = [sink_of(weight) for weight in weights]
+    targets = [sink.take() for sink in sinks if sink is not None]
+    if len(targets) < len(weights) or len({(t.untyped_storage().data_ptr(), add) for t, add in targets}) > 1:
+        out_W = partials_PW.new_empty(partials_PW.shape[1])
+        column_sums_raw(partials_PW, out_W, accumulate=False)
+        return _hand_out(out_W.split([w.numel() for w in weights]), sinks, targets)
+    first, add = targets[0]
+    flat = first.as_strided((first.untyped_storage().nbytes() // 4,), (1,), 0)
+    places = tuple((target.storage_offset(), target.numel()) for target, _ in targets)
+    column_sums_raw(partials_PW, flat, _index(places, first.device), accumulate=add)
+    return [None] * len(weights)
+
+
+def _hand_out(
+    parts: Sequence[Tensor], sinks: Sequence[GradientSink | None], targets: list[tuple[Tensor, bool]]
+) -> list[Tensor | None]:
+    """Parts to their sinks' targets where they have one, else back."""
+    rest = list(targets)
+    out: list[Tensor | None] = []
+    for part, sink in zip(parts, sinks, strict=True):
+        if sink is None:
+            out.append(part)
+            continue
+        target, add = rest.pop(0)
+        target.add_(part) if add else target.copy_(part)
+        out.append(None)
+    return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _index(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Position in the flat buffer of every column, int32; made before a capture, kept for it."""
+    return torch.cat([torch.arange(start, start + size) for start, size in places]).to(device, torch.int32)
+
+
+def table_gradient(table_RD: Tensor | None, gradient_RD: Tensor | None) -> Tensor | None:
+    """A gradient that a kernel has left in a tensor of its own."""
+    if table_RD is None or gradient_RD is None:
+        return None
+    sink = sink_of(table_RD)
+    if sink is None:
+        return gradient_RD
+    sink.put(gradient_RD)
+    return None
