@@ -49,7 +49,7 @@ def as_if_on_a_card(trace: dict[str, Any]) -> dict[str, Any]:
             {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": event["ts"], "dur": 0,
              "tid": event["tid"], "args": {"correlation": number}},
             {"ph": "X", "cat": "kernel", "name": "void some_kernel", "ts": event["ts"], "dur": 1, "tid": 0,
-             "args": {"External id": event["args"]["External id"], "correlation": number, "stream": 7}},
+             "args": {"correlation": number, "stream": 7}},
         ]  # fmt: skip
     return {"traceEvents": [*trace["traceEvents"], *launched]}
 
@@ -104,6 +104,36 @@ def test_every_product_of_a_language_models_step_finds_its_op() -> None:
     assert UNMAPPED not in {name for name, _ in found}
 
 
+# what torch.compile recorded for POLICY's step on a CPU: products write into given memory, which follows the factors
+COMPILED = (
+    ("aten::addmm", ((32,), (60, 19), (19, 32), (60, 32)), "forward", "input"),
+    ("aten::addmm", ((96,), (60, 32), (32, 96), (60, 96)), "forward", "qkv"),
+    ("aten::mm", ((240, 8), (8, 20), (240, 20)), "forward", "attention"),
+    ("aten::addmm", ((32,), (60, 32), (32, 32), (60, 32)), "forward", "out"),
+    ("aten::addmm", ((80,), (60, 32), (32, 80), (60, 80)), "forward", "mlp_up"),
+    ("aten::addmm", ((32,), (60, 80), (80, 32), (60, 32)), "forward", "mlp_down"),
+    ("aten::addmm", ((20,), (60, 41), (41, 20), (60, 20)), "forward", "heads.up"),
+    ("aten::addmm", ((37,), (60, 20), (20, 37), (60, 37)), "forward", "heads.down"),
+    ("aten::mm", ((9, 60), (60, 16), (9, 16)), "backward", "heads.down.weight_gradient"),
+    ("aten::mm", ((60, 9), (9, 16), (60, 16)), "backward", "heads.down.input_gradient"),
+    ("aten::mm", ((32, 60), (60, 80), (32, 80)), "backward", "mlp_down.weight_gradient"),
+    ("aten::mm", ((60, 32), (32, 80), (60, 80)), "backward", "mlp_down.input_gradient"),
+    ("aten::mm", ((80, 60), (60, 32), (80, 32)), "backward", "mlp_up.weight_gradient"),
+    ("aten::mm", ((60, 80), (80, 32), (60, 32)), "backward", "mlp_up.input_gradient"),
+    ("aten::mm", ((20, 240), (240, 8), (20, 8)), "backward", "attention"),
+    ("aten::mm", ((240, 20), (20, 8), (240, 8)), "backward", "attention"),
+    ("aten::mm", ((96, 60), (60, 32), (96, 32)), "backward", "qkv.weight_gradient"),
+    ("aten::mm", ((60, 96), (96, 32), (60, 32)), "backward", "qkv.input_gradient"),
+    ("aten::mm", ((32, 60), (60, 19), (32, 19)), "backward", "input.weight_gradient"),
+)
+
+
+@pytest.mark.parametrize(("operator", "shapes", "phase", "op"), COMPILED)
+def test_products_of_a_compiled_step(operator: str, shapes: tuple[tuple[int, ...], ...], phase: Phase, op: str) -> None:
+    kernel = compiled("nvjet_tst_256x128", phase, *shapes, operator=operator)
+    assert KernelMap(POLICY, B, T)(kernel) == op
+
+
 def test_other_operators_of_a_real_step_find_theirs() -> None:
     kernels = cpu_kernels(POLICY, "eager:explicit")
     to_op = KernelMap(POLICY, B, T)
@@ -147,6 +177,8 @@ UP_GRADIENT = "mlp_up.weight_gradient"
         (compiled("triton_poi_fused_constant_pad_nd_masked_fill_mul_slice_6", "forward"), "attention"),
         (compiled("triton_poi_fused__to_copy_cat_one_hot_1", "forward"), "input"),
         (compiled("triton_poi_fused_concatenated_1", "forward"), UNMAPPED),
+        (compiled("triton_poi_fused_cat_30", "backward"), "attention"),
+        (compiled("triton_poi_fused_clone_split_with_sizes_transpose_view_30", "forward"), "attention"),
         (compiled("norm_backward_kernel", "backward"), "norm"),
         (compiled("attention_backward", "backward"), "attention"),
         (compiled("table_gradient", "backward"), "attention"),

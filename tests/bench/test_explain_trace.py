@@ -61,11 +61,11 @@ class Trace:
     def launch(self, operator: str, dims: list[list[int]], ts: float, *, name: str = "gemm", tid: int = MAIN) -> None:
         identity, self.next = self.next, self.next + 1
         self.mark(operator, ts, 4, tid)
-        self.events[-1]["args"] = {"External id": identity, "Input Dims": dims}
+        self.events[-1]["args"] = {"Input Dims": dims}
         self.mark("cudaLaunchKernel", ts + 1, 1, tid, "cuda_runtime")
         self.events[-1]["args"] = {"correlation": identity}
         self.mark(name, ts + 100, 3, 0, "kernel")
-        self.events[-1]["args"] = {"External id": identity, "correlation": identity, "stream": 7}
+        self.events[-1]["args"] = {"correlation": identity, "stream": 7}
 
     def read(self) -> list[Kernel]:
         return read_trace({"traceEvents": [*self.events, {"ph": "M", "name": "process_name"}]})
@@ -87,6 +87,23 @@ def test_phases_follow_pytorchs_own_marks() -> None:
     assert found[0].operator == "aten::mm"
     assert found[0].shapes == ((8, 4), (4, 2))
     assert (found[0].start, found[0].duration, found[0].stream) == (110, 3, 7)
+
+
+def test_the_innermost_running_operator_on_the_launching_thread_is_the_launcher() -> None:
+    trace = Trace()
+    trace.mark("aten::linear", 0, 50)
+    trace.mark("aten::t", 2, 3)  # ended before the launch
+    trace.mark("aten::mm", 0, 50, AUTOGRAD)  # runs meanwhile on another thread
+    trace.launch("aten::addmm", [[4], [8, 4], [4, 2]], 10)
+    trace.mark("cudaLaunchKernel", 40, 1, cat="cuda_runtime")
+    trace.events[-1]["args"] = {"correlation": 77}
+    trace.mark("triton_poi_fused_add_0", 140, 3, cat="kernel")
+    trace.events[-1]["args"] = {"correlation": 77}
+    trace.mark("cudaLaunchKernel", 60, 1, cat="cuda_driver")
+    trace.events[-1]["args"] = {"correlation": 78}
+    trace.mark("norm_forward_kernel", 160, 3, cat="kernel")
+    trace.events[-1]["args"] = {"correlation": 78}
+    assert [k.operator for k in trace.read()] == ["aten::addmm", "aten::linear", ""]
 
 
 def test_a_launch_on_the_main_thread_during_backward_is_not_a_nodes() -> None:

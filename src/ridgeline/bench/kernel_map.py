@@ -22,7 +22,8 @@ COPIES = "copies and fills"
 EITHER = " or "  # between the names of layers whose products have one shape in one phase
 PADDING = 16  # torch.compile pads unaligned product sizes to a multiple of up to this
 
-_PRODUCT = re.compile(r"aten::(mm|addmm|_addmm_activation|linear|_scaled_mm)(_|\.|$)")
+# operator → where its two factors stand among its tensors; with out=, the result follows them
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_addmm_activation": 1}
 _UPDATE = re.compile(r"adam\w*_update|fused_?adam|FusedAdam", re.IGNORECASE)
 _BATCHED = re.compile(r"aten::(bmm|baddbmm)")
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -35,14 +36,16 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight|gather_kernel", "embedding"),
         (r"table_gradient_", "embedding"),
         (r"dropout|bernoulli|philox|rand", "dropout"),
-        (r"constant_pad_nd|masked_fill|triu", "attention"),  # the relative term's skew and the causal mask
-        (r"one_hot|(?<![a-z])cat(?![a-z])|CatArray", "input"),
+        # the relative term's skew, the causal mask, the division of the joint projection
+        (r"constant_pad_nd|masked_fill|triu|split_with_sizes", "attention"),
     )
 )
 # tried only on what nothing above knows: an addition, a sum over rows and a change of type can belong to anything
 _WEAK_RULES: tuple[tuple[str, Phase | None, str], ...] = (
+    (r"one_hot|(?<![a-z])cat(?![a-z])|CatArray", "forward", "input"),
+    (r"(?<![a-z])cat(?![a-z])|CatArray", "backward", "attention"),  # the gradients of q, k and v, joined
     (r"aten::sum|reduce_kernel|fused_sum|column_sums|fused__to_copy_sum", "backward", "bias gradients"),
-    (r"aten::(copy_|_to_copy|to|clone|contiguous|zeros|zero_|fill_)|direct_copy|fused__to_copy", None, COPIES),
+    (r"aten::(copy_|_to_copy|to|clone|contiguous|zeros|zero_|fill_)|direct_copy|fused__to_copy|fused_mm", None, COPIES),
     (r"aten::add|CUDAFunctor_add|fused_add", None, "residual"),
 )
 
@@ -108,7 +111,7 @@ class KernelMap:
             return COPIES
         if kernel.phase == "optimizer":
             return "adamw" if _UPDATE.search(kernel.name) else "grad_norm"
-        if _PRODUCT.match(kernel.operator) and len(kernel.shapes) >= 2:
+        if kernel.operator in _PRODUCTS:
             return self._product(kernel)
         if _BATCHED.match(kernel.operator) or self._has_scores(kernel.shapes):
             return "attention"
@@ -135,10 +138,11 @@ class KernelMap:
         )
 
     def _product(self, kernel: Kernel) -> str:
-        matrices = [shape for shape in kernel.shapes if len(shape) == 2][-2:]
-        if len(matrices) < 2:
+        first = _PRODUCTS[kernel.operator]
+        factors = kernel.shapes[first : first + 2]
+        if [len(shape) for shape in factors] != [2, 2]:
             return UNMAPPED
-        (rows, depth), (_, columns) = matrices
+        (rows, depth), (_, columns) = factors
         if self.N * self.config.decoder.heads in (rows, depth) and self.config.decoder.positions == "relative":
             return "attention"  # the relative product, folded to two dimensions
         for same in (_exactly, _padded):

@@ -1,8 +1,8 @@
 """What ran on the card: the kernels of a profiler trace, how much they overlapped, and the time between them.
 
-Reads the Chrome trace that torch.profiler writes: GPU events carry the "External id" of the operator that was active
-when they were launched and the "correlation" of the launch itself. PyTorch marks its own phases: autograd's nodes run
-inside `autograd::engine::evaluate_function`, an update inside `Optimizer.step`.
+Reads the Chrome trace that torch.profiler writes. A GPU event names its launch by a "correlation"; whose launch that
+was is told by the innermost operator that was running on the launching thread at that instant. PyTorch marks its own
+phases: autograd's nodes run inside `autograd::engine::evaluate_function`, an update inside `Optimizer.step`.
 """
 
 from __future__ import annotations
@@ -132,25 +132,47 @@ class _Phases:
         return "optimizer" if last is not None and instant > last else "forward"
 
 
+def _launchers(operators: Sequence[dict[str, Any]], launches: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The innermost operator around each launch, by the launch's correlation."""
+    by_thread: dict[Any, list[tuple[float, int, float, dict[str, Any]]]] = defaultdict(list)
+    for event in operators:
+        start, end = _span(event)
+        by_thread[event.get("tid")].append((start, 0, -end, event))
+    for event in launches:
+        by_thread[event.get("tid")].append((event["ts"], 1, 0.0, event))
+    found = {}
+    for entries in by_thread.values():
+        running: list[dict[str, Any]] = []
+        for instant, kind, _, event in sorted(entries, key=lambda entry: entry[:3]):
+            while running and _span(running[-1])[1] < instant:
+                running.pop()
+            if kind == 0:
+                running.append(event)
+            elif running:
+                found[event["args"]["correlation"]] = running[-1]
+    return found
+
+
 def read_trace(trace: dict[str, Any]) -> list[Kernel]:
     """The kernels of a Chrome trace in order of their start."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    operators, launches = {}, {}
-    for event in events:
-        arguments = event.get("args", {})
-        if event.get("cat") == "cpu_op" and "External id" in arguments:
-            operators[arguments["External id"]] = event
-        elif event.get("cat") in LAUNCHES and "correlation" in arguments:
-            launches[arguments["correlation"]] = event
+    launches = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
+    }
+    operators = _launchers([event for event in events if event.get("cat") == "cpu_op"], list(launches.values()))
     phases = _Phases(events)
     kernels = []
     for event in events:
         if event.get("cat") not in GPU:
             continue
         arguments = event.get("args", {})
-        operator = operators.get(arguments.get("External id"), {})
-        launch = launches.get(arguments.get("correlation"))
-        known = launch is not None and "GraphLaunch" not in launch["name"]
+        correlation = arguments.get("correlation", -1)
+        launch = launches.get(correlation)
+        if launch is not None and "GraphLaunch" in launch["name"]:
+            launch = None  # it launched a whole graph, and says nothing of its kernels
+        operator = operators.get(correlation, {}) if launch is not None else {}
         kernels.append(
             Kernel(
                 name=event["name"],
@@ -160,8 +182,8 @@ def read_trace(trace: dict[str, Any]) -> list[Kernel]:
                 stream=arguments.get("stream", 0),
                 operator=operator.get("name", ""),
                 shapes=_shapes(operator),
-                phase=phases.of(launch["ts"], launch.get("tid")) if launch is not None and known else None,
-                update=launch is not None and known and launch["ts"] in phases.updates,
+                phase=None if launch is None else phases.of(launch["ts"], launch.get("tid")),
+                update=launch is not None and launch["ts"] in phases.updates,
             )
         )
     return sorted(kernels, key=lambda kernel: kernel.start)
