@@ -111,13 +111,12 @@ def cross_entropy_wide_kernel(
         valid = target != _IGNORE
         loss += tl.where(valid, highest + tl.log(total) - chosen, 0.0)
         if dlogits_ptr is not None:
-            factor = tl.where(valid, scale / total, 0.0)
-            hit = tl.where(valid, scale, 0.0)
+            factor = scale / total
             out_ptr = dlogits_ptr + tl.cast(row, tl.int64) * dstride
             for first in range(0, WIDTH, DEPTH * BLOCK_V):
                 place_DV = first + column_DV
                 x_DV = tl.load(row_ptr + place_DV, mask=place_DV < WIDTH, other=0.0).to(tl.float32)
-                gradient_DV = tl.exp2((x_DV - highest) * _LOG2_E) * factor - tl.where(place_DV == target, hit, 0.0)
+                gradient_DV = tl.exp2((x_DV - highest) * _LOG2_E) * factor - tl.where(place_DV == target, scale, 0.0)
                 gradient_DV = tl.where((place_DV < V) & valid, gradient_DV, 0.0)
                 tl.store(out_ptr + place_DV, gradient_DV.to(dlogits_ptr.dtype.element_ty), mask=place_DV < WIDTH)
     tl.store(losses_ptr + tl.program_id(0), loss)
