@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine.helpers import LANGUAGE, POLICY, language_batch, policy_batch
 
+from engine.helpers import LANGUAGE, POLICY, language_batch, policy_batch
 from ridgeline.engine import TrainStep
 from ridgeline.models import build
 
