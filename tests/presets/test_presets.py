@@ -5,7 +5,7 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.models import build
-from ridgeline.presets import PRESETS, fast_c256, gpt2_124m, gpt2_c256, hal_5m, hal_20m, preset
+from ridgeline.presets import PRESETS, boxing, fast_c256, gpt2_124m, gpt2_c256, hal_5m, hal_20m, preset
 from ridgeline.presets.hal import RELEASED_TABLES
 
 
@@ -24,6 +24,7 @@ def parameters(config):
         (hal_20m(tables=RELEASED_TABLES), 19_844_861),
         (hal_20m(shoulder=True, tables=RELEASED_TABLES), 19_983_347),
         (hal_5m(), 5_309_641),
+        (boxing(), 430_029),
     ],
 )
 def test_parameter_counts(config, count):
