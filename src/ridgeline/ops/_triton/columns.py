@@ -1,4 +1,4 @@
-"""The second stage of a column sum: partials, one row a program, added in a fixed order into an fp32 buffer.
+"""The second stage of a column sum: partials, one row a program, added in a fixed order into a flat buffer.
 
 A backward kernel that sums over rows (scale, bias, table gradients) leaves its program's part in one row of
 `partials_PW`. Several kernels may fill different columns of one such matrix, so that a whole block needs one launch
@@ -35,8 +35,8 @@ def column_sums_kernel(
     if index_ptr is not None:
         target = tl.load(index_ptr + column, mask=inside, other=0)
     if ACCUMULATE:
-        total += tl.load(out_ptr + target, mask=inside, other=0.0)
-    tl.store(out_ptr + target, total, mask=inside)
+        total += tl.load(out_ptr + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + target, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def config(P: int, W: int) -> Launch:
@@ -52,11 +52,11 @@ def column_sums_raw(
     accumulate: bool = True,
     launch: Launch | None = None,
 ) -> None:
-    """Add (or write) the column sums of `partials_PW` into fp32 `out`. Bitwise the same on every run; no allocation.
+    """Add (or write) the column sums of `partials_PW` into `out`. Bitwise the same on every run; allocates nothing.
 
     Args:
         partials_PW: fp32, or any storage; rows may be strided, columns are contiguous.
-        out: fp32, contiguous.
+        out: contiguous, any storage dtype; sums are fp32 until they are stored.
         index_W: int32, the element of `out` where each column's sum belongs; None for the first W.
         accumulate: add to `out` instead of writing it.
         launch: None for the frozen one.

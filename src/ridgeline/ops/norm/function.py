@@ -20,9 +20,12 @@ def _statistics(N: int, kind: NormKind, device: torch.device) -> tuple[Tensor | 
 
 def _parameter_gradients(partials_PW: Tensor, parameters: list[Tensor | None]) -> list[Tensor | None]:
     """Column sums of the partials, one section for each parameter there is, in the parameter's dtype."""
-    sums = torch.empty(partials_PW.shape[1], device=partials_PW.device)
+    present = [p for p in parameters if p is not None]
+    same = all(p.dtype == present[0].dtype for p in present)
+    dtype = present[0].dtype if same else torch.float32
+    sums = torch.empty(partials_PW.shape[1], dtype=dtype, device=partials_PW.device)
     column_sums_raw(partials_PW, sums, accumulate=False)
-    sections = iter(sums.split(partials_PW.shape[1] // sum(p is not None for p in parameters)))
+    sections = iter(sums.split(partials_PW.shape[1] // len(present)))
     return [None if p is None else next(sections).to(p.dtype) for p in parameters]
 
 
