@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from error_budget import DEVICE
 
 pytest.importorskip("triton")
