@@ -33,25 +33,6 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
   }
 }
 
-// A warp's 16 rows × 64 columns on their way to memory.
-RL_D void send_panel(u32 panel, const u32 (*pairs)[4], const TensorMap* map, int x, int y, const Place& me) {
-  const int matrix = me.lane / 8, row = me.lane % 8 + 8 * (matrix % 2);
-#pragma unroll
-  for (int step = 0; step < 4; ++step)
-    store_matrices(panel + swizzle128(row, 2 * step + matrix / 2), pairs[step][0], pairs[step][1], pairs[step][2], pairs[step][3]);
-  fence_async();
-  __syncwarp();
-  if (me.lane == 0) {
-    store_2d(map, panel, x, y);
-    store_commit();
-  }
-}
-template <int PENDING>
-RL_D void wait_sent(const Place& me) {
-  if (me.lane == 0) store_wait_read<PENDING>();
-  __syncwarp();
-}
-
 struct Inner {  // the inner columns: where u comes from and a and du go
   const uint4* kept;
   const TensorMap *a, *du;
@@ -62,49 +43,54 @@ struct Inner {  // the inner columns: where u comes from and a and du go
 // Four steps (64 columns) of what the forward pass kept; zeros for rows it may not have had.
 RL_D void load_kept(uint4 (&kept)[4], const uint4* first, bool inside) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step) kept[step] = inside ? __ldcs(first + 128 * step) : uint4{0, 0, 0, 0};
+  for (int step = 0; step < 4; ++step) kept[step] = inside ? load_stream(first + 128 * step) : uint4{0, 0, 0, 0};
 }
 
-// du = da · gelu'(u), as A fragments; a and du leave for memory; `sums` is this warpgroup's place for this chunk's sums.
-// `kept` holds the first four steps of what lies at `source`.
+// du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's two panels at `staging`; `sums` is the
+// warpgroup's place for this chunk's sums. `kept` holds the first four steps of what lies at `source`.
 RL_D void differentiate(u32 (&pairs)[8][4], const float (&da)[64], uint4 (&kept)[4], const uint4* source, bool inside,
                         const Inner& p, int column, int row, u32 staging, u32 sums, const Place& me) {
+  const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
+  float sum[8];
 #pragma unroll
-  for (int panel = 0; panel < 2; ++panel) {
-    u32 a[4][4];
-    if (panel == 1) load_kept(kept, source + 4 * 128, inside);
+  for (int step = 0; step < 8; ++step) {
+    if (step == 4) load_kept(kept, source + 4 * 128, inside);
+    if (step % 4 == 0) {  // both panels have left
+      if (me.lane == 0) store_wait_read<0>();
+      sync_warp();
+    }
+    const u32 u[4] = {kept[step % 4].x, kept[step % 4].y, kept[step % 4].z, kept[step % 4].w};
+    u32 a[4];
+    float d[8];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum[8];
+    for (int k = 0; k < 4; ++k) {
+      const float u0 = pair_low(u[k]), u1 = pair_high(u[k]);
+      d[2 * k] = da[8 * step + 2 * k] * gelu_derivative<GELU_TANH>(u0);
+      d[2 * k + 1] = da[8 * step + 2 * k + 1] * gelu_derivative<GELU_TANH>(u1);
+      pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
+      a[k] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
+    }
+    const u32 place = staging + swizzle128(panel_row, 2 * (step % 4) + matrix / 2);
+    store_matrices(place, a[0], a[1], a[2], a[3]);
+    store_matrices(place + PANEL_BYTES, pairs[step][0], pairs[step][1], pairs[step][2], pairs[step][3]);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        const int step = 4 * panel + 2 * half + s;
-        const uint4 packed = kept[step % 4];
-        const u32 u[4] = {packed.x, packed.y, packed.z, packed.w};
-        float d[8];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          const float u0 = pair_low(u[k]), u1 = pair_high(u[k]);
-          d[2 * k] = da[8 * step + 2 * k] * gelu_derivative<GELU_TANH>(u0);
-          d[2 * k + 1] = da[8 * step + 2 * k + 1] * gelu_derivative<GELU_TANH>(u1);
-          pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
-          a[2 * half + s][k] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
-        }
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {  // rows l / 4 and l / 4 + 8
-          sum[4 * s + e] = d[e] + d[2 + e];
-          sum[4 * s + 2 + e] = d[4 + e] + d[6 + e];
-        }
-      }
-      if (UP_BIAS) {  // value 2 j + e of lane q is column 8 j + 2 q + e of these 32
-        const int i = me.lane / 4, mine = 64 * panel + 32 * half + 8 * (i / 2) + 2 * (me.lane % 4) + i % 2;
-        store_shared(sums + (128 * me.warp + mine) * 4, column_sum(sum, me.lane));
+    for (int e = 0; e < 2; ++e) {  // rows l / 4 and l / 4 + 8
+      sum[4 * (step % 2) + e] = d[e] + d[2 + e];
+      sum[4 * (step % 2) + 2 + e] = d[4 + e] + d[6 + e];
+    }
+    if (UP_BIAS && step % 2) {  // value 2 j + e of lane q is column 8 j + 2 q + e of these 32
+      const int i = me.lane / 4, mine = 32 * (step / 2) + 8 * (i / 2) + 2 * (me.lane % 4) + i % 2;
+      store_shared(sums + (128 * me.warp + mine) * 4, column_sum(sum, me.lane));
+    }
+    if (step % 4 == 3) {
+      fence_async();
+      sync_warp();
+      if (me.lane == 0) {
+        store_2d(p.a, staging, column + 64 * (step / 4), row);
+        store_2d(p.du, staging + PANEL_BYTES, column + 64 * (step / 4), row);
+        store_commit();
       }
     }
-    wait_sent<1>(me);
-    send_panel(staging, a, p.a, column + 64 * panel, row, me);
-    wait_sent<1>(me);
-    send_panel(staging + PANEL_BYTES, pairs + 4 * panel, p.du, column + 64 * panel, row, me);
   }
 }
 
@@ -174,36 +160,33 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
     if (SPLIT == 2) {
       exchange(v, dh, rows, bar, phase, me);
       fence_async();
-      __syncwarp();
+      sync_warp();
       if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
     } else {
       take_rows(v, dh);
     }
     own_columns(v, me);
-    wait_sent<0>(me);  // the join's sums are taken where a and du were staged
-    named_barrier<128>(1 + me.group);
+    if (me.lane == 0) store_wait_read<0>();
+    named_barrier<128>(1 + me.group);  // the join's sums are taken where a and du were staged
     join_backward(join, v, row + first_row(me), staging, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if SPLIT * SHARE > 1
-    __cluster_dims__(SPLIT * SHARE, 1, 1)
-#endif
+    CLUSTER_DIMENSIONS
         mlp_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap up,
                      const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap a,
                      const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums, const u16* r,
                      const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr, u16* dbranch,
                      float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site, u32 threshold,
                      float scale, int rows_per_sample, int first_sample) {
-  extern __shared__ u8 raw[];
-  const u32 smem = align_1024(smem_address(raw));
+  const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) bar.init();
-  block_sync();
+  tile_sync();
   const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
-  const int first = me.split * share, last = min(first + share, chunks);
+  const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar, me);
@@ -213,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, {kept, &a, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
   }
-  __syncwarp();
+  sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();
-  block_sync();  // a peer may still arrive or send here
+  tile_sync();  // a peer may still arrive or send here
 }

@@ -34,7 +34,7 @@ RL_D void multiply_up(float (&u)[64], u32 rows, u32 bias, Ring& ring, const Plac
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     u32 pair = 0;
-    if (UP_BIAS) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(pair) : "r"(bias + 16 * j + 4 * (me.lane % 4)) : "memory");
+    if (UP_BIAS) pair = load_shared_u32(bias + 16 * j + 4 * (me.lane % 4));
     u[4 * j] = u[4 * j + 2] = pair_low(pair);
     u[4 * j + 1] = u[4 * j + 3] = pair_high(pair);
   }
@@ -109,7 +109,7 @@ RL_D void consume(const JoinForward& join, const u16* down_bias, uint4* kept, in
     if (SPLIT == 2) {
       exchange(v, z, rows, bar, phase, me);
       fence_async();
-      __syncwarp();
+      sync_warp();
       if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
     } else {
       take_rows(v, z);
@@ -119,26 +119,22 @@ RL_D void consume(const JoinForward& join, const u16* down_bias, uint4* kept, in
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if SPLIT * SHARE > 1
-    __cluster_dims__(SPLIT * SHARE, 1, 1)
-#endif
+    CLUSTER_DIMENSIONS
         mlp_forward(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap up,
                     const __grid_constant__ TensorMap down, const u16* up_bias, const u16* down_bias, uint4* kept,
                     const u16* residual, const u16* weight, const u16* bias, u16* r, u16* next, float* mean, float* rstd,
                     const i64* seed_step, int rows, int inner, float eps, u32 site, u32 threshold, float scale,
                     int rows_per_sample, int first_sample) {
-  extern __shared__ u8 raw[];
-  const u32 smem = align_1024(smem_address(raw));
+  const u32 smem = dynamic_smem();
   const int chunks = ceil_div(inner, 128);
   const Barriers bar{smem + BIAS + chunks * 256};
   const Place me = Place::here();
   if (threadIdx.x == 0) bar.init();
   if (UP_BIAS)
     for (int i = threadIdx.x; i < chunks * 64; i += THREADS)
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem + BIAS + 4 * i),
-                   "r"(2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0) : "memory");
-  block_sync();
-  const int share = ceil_div(chunks, SPLIT), first = me.split * share, last = min(first + share, chunks);
+      store_shared_u32(smem + BIAS + 4 * i, 2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0);
+  tile_sync();
+  const int share = ceil_div(chunks, SPLIT), first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(&h, &up, &down, rows, first, last, smem, bar, me);
@@ -148,5 +144,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, down_bias, kept, chunks, first, last, smem, bar, me);
   }
-  block_sync();  // a peer may still arrive or send here
+  tile_sync();  // a peer may still arrive or send here
 }

@@ -51,8 +51,8 @@ RL_D uint4 pack_eight(const float* v) {
   return {pack_pair(v[0], v[1]), pack_pair(v[2], v[3]), pack_pair(v[4], v[5]), pack_pair(v[6], v[7])};
 }
 RL_D float row_sum(float x) {  // over the four lanes of a row
-  x += __shfl_xor_sync(FULL, x, 1);
-  return x + __shfl_xor_sync(FULL, x, 2);
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
 }
 
 // ---- forward: v holds branch + bias. r = residual + dropout(v), rounded; h = norm(r).
@@ -147,12 +147,12 @@ RL_D void own_columns(float (&v)[OWN_ROWS][LANE], const Place& me) {
         float* x = v[i] + k + e;  // x[2 j]
 #pragma unroll
         for (int j = 0; j < 4; j += 2) {
-          const float got = __shfl_xor_sync(FULL, odd ? x[2 * j] : x[2 * j + 2], 1);
+          const float got = shuffle_xor(odd ? x[2 * j] : x[2 * j + 2], 1);
           (odd ? x[2 * j] : x[2 * j + 2]) = got;
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float got = __shfl_xor_sync(FULL, high ? x[2 * j] : x[2 * j + 4], 2);
+          const float got = shuffle_xor(high ? x[2 * j] : x[2 * j + 4], 2);
           (high ? x[2 * j] : x[2 * j + 4]) = got;
         }
       }
@@ -163,26 +163,18 @@ RL_D float column_sum(const float (&x)[8], int lane) {
   float four[4], two[2];
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
-    const float other = __shfl_xor_sync(FULL, lane & 16 ? x[k] : x[k + 4], 16);
+    const float other = shuffle_xor(lane & 16 ? x[k] : x[k + 4], 16);
     four[k] = (lane & 16 ? x[k + 4] : x[k]) + other;
   }
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    const float other = __shfl_xor_sync(FULL, lane & 8 ? four[k] : four[k + 2], 8);
+    const float other = shuffle_xor(lane & 8 ? four[k] : four[k + 2], 8);
     two[k] = (lane & 8 ? four[k + 2] : four[k]) + other;
   }
-  const float other = __shfl_xor_sync(FULL, lane & 4 ? two[0] : two[1], 4);
+  const float other = shuffle_xor(lane & 4 ? two[0] : two[1], 4);
   return (lane & 4 ? two[1] : two[0]) + other;
 }
 
-RL_D void store_shared(u32 address, float value) {
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-RL_D float load_shared(u32 address) {
-  float value;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-}
 // Sum over a warpgroup's warps of column `column` of rows of `columns` floats at `address`, always in the same order.
 RL_D float warps_sum(u32 address, int columns, int column) {
   float sum = 0.f;

@@ -112,6 +112,27 @@ def kept_shape(N: int, F: int) -> tuple[int, int]:
     return -(-N // KEPT_ROWS) * KEPT_ROWS, chunks(F) * CHUNK
 
 
+def _kept_view(kept: Tensor) -> Tensor:
+    """What is kept as [64 rows: group, warp, half, row 8] × [128 columns: chunk, step, half, quad, pair] (a view)."""
+    rows, width = kept.shape
+    view = kept.view(rows // 64, width // CHUNK, 8, 4, 8, 4, 2, 2, 2)  # group chunk step warp row quad | half half pair
+    return view.permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
+
+
+def keep(u_NF: Tensor, kept: Tensor) -> None:
+    """Put a pre-activation into the kernels' order: what a forward pass by other means would have kept."""
+    N, F = u_NF.shape
+    padded = kept.new_zeros(kept.shape)
+    padded[:N, :F] = u_NF
+    view = _kept_view(kept)
+    view.copy_(padded.view(view.shape))
+
+
+def unkeep(kept: Tensor, N: int, F: int) -> Tensor:
+    """The pre-activation (N, F) of what a forward pass kept."""
+    return _kept_view(kept).reshape(kept.shape)[:N, :F]
+
+
 def partial_rows(N: int, config: Config) -> int:
     """Rows of the join's partial sums."""
     sets = -(-tiles(N) // config.share)

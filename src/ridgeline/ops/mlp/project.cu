@@ -65,9 +65,7 @@ RL_D void consume(const Join& join, const u16* bias, int blocks, u32 smem, Barri
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if SPLIT * SHARE > 1
-    __cluster_dims__(SPLIT * SHARE, 1, 1)
-#endif
+    CLUSTER_DIMENSIONS
 #if BACKWARD
         project_backward(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u16* r,
                          const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr,
@@ -79,13 +77,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                         const i64* seed_step, int rows, int blocks, u32 site, u32 threshold, float scale,
                         int rows_per_sample, int first_sample) {
-  extern __shared__ u8 raw[];
-  const u32 smem = align_1024(smem_address(raw));
+  const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) bar.init();
-  block_sync();
-  const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = min(first + share, blocks);
+  tile_sync();
+  const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = first + share < blocks ? first + share : blocks;
   if (me.group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(&x, &w, rows, first, last, smem, bar, me);
@@ -106,5 +103,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     });
 #endif
   }
-  block_sync();  // a peer may still arrive or send here
+  tile_sync();  // a peer may still arrive or send here
 }

@@ -5,8 +5,14 @@
 //   SPLIT 2: a pair divides the inner dimension of the same rows, exchanges half of its sums, and each finishes 64 rows;
 //   SHARE 2: two tiles (or pairs) share one stream of weights, each block fetching half of every slot for both.
 #pragma once
+#include "access.cuh"
 #include "layout.cuh"
-#include "ridgeline/cluster.cuh"
+
+#if SPLIT * SHARE > 1
+#define CLUSTER_DIMENSIONS __cluster_dims__(SPLIT * SHARE, 1, 1)
+#else
+#define CLUSTER_DIMENSIONS
+#endif
 
 namespace rl {
 
@@ -72,10 +78,10 @@ struct Barriers {
 constexpr int BARRIER_BYTES = 512;
 static_assert(8 * (2 * STAGES + 8) <= BARRIER_BYTES, "barriers overflow");
 
-RL_D void block_sync() {
-  __syncwarp();
+RL_D void tile_sync() {  // all threads of the cluster
+  sync_warp();
   if (CLUSTER > 1) cluster_sync();
-  else __syncthreads();
+  else sync_block();
 }
 
 // ---- the ring
@@ -185,14 +191,13 @@ RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u
     remote_store(there + i / 4 * 2048, out[0], out[1], out[2], out[3]);
   }
   fence_cluster();
-  __syncwarp();
+  sync_warp();
   if (me.lane == 0) remote_arrive(bar.received(me.group), peer);
   barrier_wait_cluster(bar.received(me.group), phase);
 #pragma unroll
   for (int i = 0; i < LANE; i += 4) {
     float in[4];
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(in[0]), "=f"(in[1]), "=f"(in[2]), "=f"(in[3])
-                 : "r"(area + me.thread() * 16 + i / 4 * 2048) : "memory");
+    load_shared_4(in, area + me.thread() * 16 + i / 4 * 2048);
 #pragma unroll
     for (int k = 0; k < 4; ++k) v[0][i + k] += in[k];
   }

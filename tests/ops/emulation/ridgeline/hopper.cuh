@@ -26,6 +26,7 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 
 struct uint2 {
   unsigned x, y;
@@ -51,6 +52,7 @@ struct Index {
 namespace emulation {
 
 constexpr unsigned SMEM_BYTES = 228 * 1024, SMEM_BASE = 1024;
+constexpr unsigned SMEM_STRIDE = 256 * 1024;  // from one block of a cluster to the next
 
 struct Product {  // one wgmma of one warp
   int n, transposed_a, transposed_b, accumulate;
@@ -87,7 +89,7 @@ struct Fiber {
 };
 
 struct Machine {
-  std::vector<unsigned char> smem = std::vector<unsigned char>(SMEM_BYTES);
+  std::vector<unsigned char> smem;
   std::map<uint32_t, Barrier> barriers;
   std::map<int, Gathering> named;
   std::vector<Warp> warps;
@@ -96,13 +98,14 @@ struct Machine {
   std::mt19937 random;
   bool late = false;
   ucontext_t scheduler;
-  int current = 0, block = 0, grid = 0;
+  int current = 0, block = 0, grid = 0, threads = 0, cluster = 1;  // `block` is the first of `cluster` that run together
   uint64_t progress = 0;
   const char* fault = nullptr;  // what a thread did that no hardware would forgive
   std::function<void()> kernel;
 
   Warp& warp() { return warps[current / 32]; }
   int lane() const { return current % 32; }
+  unsigned rank() const { return current / threads; }  // of this thread's block in its cluster
   void yield() { swapcontext(&fibers[current].context, &scheduler); }
   void fail(const char* what) {
     fault = what;
@@ -125,7 +128,7 @@ struct Machine {
     gather(warp().gathering, 32, "warp");
     return side;
   }
-  const char* run_block(int threads);  // nothing, or what went wrong
+  const char* run_cluster();  // nothing, or what went wrong
 };
 inline Machine machine;
 
@@ -135,12 +138,12 @@ inline void fiber_main() {
   ++machine.progress;
   machine.yield();
 }
-inline const char* Machine::run_block(int threads) {
-  std::fill(smem.begin(), smem.end(), 0xff);  // NaN in every format
+inline const char* Machine::run_cluster() {
+  smem.assign(cluster * SMEM_STRIDE, 0xff);  // NaN in every format
   barriers.clear(), named.clear(), copies.clear();
   fault = nullptr;
-  warps.assign(threads / 32, Warp{});
-  fibers = std::vector<Fiber>(threads);
+  warps.assign(cluster * threads / 32, Warp{});
+  fibers = std::vector<Fiber>(cluster * threads);
   for (auto& fiber : fibers) {
     constexpr size_t STACK = 256 * 1024;
     fiber.stack.reset(new char[STACK]);
@@ -169,19 +172,20 @@ inline const char* Machine::run_block(int threads) {
     std::fprintf(stderr, "block %d, warp %zu: %s\n", block, w, fibers[32 * w].done ? "done" : fibers[32 * w].waits_for);
   return "deadlock";
 }
-// Runs `kernel` once for each thread of each block. Returns nothing, or what went wrong.
-inline const char* launch(int grid, int threads, unsigned seed, bool late, std::function<void()> kernel) {
+// Runs `kernel` once for each thread of each block, the blocks of a cluster together. Returns nothing, or what went wrong.
+inline const char* launch(int grid, int threads, unsigned seed, bool late, std::function<void()> kernel, int cluster = 1) {
   machine.random.seed(seed);
-  machine.late = late, machine.grid = grid, machine.kernel = std::move(kernel);
-  for (machine.block = 0; machine.block < grid; ++machine.block)
-    if (const char* fault = machine.run_block(threads)) return fault;
+  machine.late = late, machine.grid = grid, machine.threads = threads, machine.cluster = cluster;
+  machine.kernel = std::move(kernel);
+  for (machine.block = 0; machine.block < grid; machine.block += cluster)
+    if (const char* fault = machine.run_cluster()) return fault;
   return nullptr;
 }
 
 }  // namespace emulation
 
-#define threadIdx (Index{static_cast<unsigned>(emulation::machine.current)})
-#define blockIdx (Index{static_cast<unsigned>(emulation::machine.block)})
+#define threadIdx (Index{static_cast<unsigned>(emulation::machine.current % emulation::machine.threads)})
+#define blockIdx (Index{emulation::machine.block + emulation::machine.rank()})
 #define gridDim (Index{static_cast<unsigned>(emulation::machine.grid)})
 
 namespace rl {
@@ -228,14 +232,15 @@ RL_D u32 shuffle_xor(u32 value, int mask) { return shuffle(value, machine.lane()
 RL_D float shuffle_xor(float value, int mask) { return from_bits(shuffle_xor(as_bits(value), mask)); }
 RL_D int warp_uniform(int value) { return static_cast<int>(shuffle(static_cast<u32>(value), 0)); }
 RL_D void sync_warp() { machine.post(0); }
-RL_D void sync_block() { machine.gather(machine.named[0], static_cast<int>(machine.fibers.size()), "block"); }
+inline emulation::Gathering& named(int id) { return machine.named[16 * static_cast<int>(machine.rank()) + id]; }
+RL_D void sync_block() { machine.gather(named(0), machine.threads, "block"); }
 template <int THREADS>
 RL_D void named_barrier(int id) {
-  machine.gather(machine.named[id], THREADS, "named barrier");
+  machine.gather(named(id), THREADS, "named barrier");
 }
 template <int THREADS>
 RL_D void named_arrive(int id) {
-  auto& g = machine.named[id];
+  auto& g = named(id);
   if (++g.arrived == THREADS) g.arrived = 0, ++g.generation, ++machine.progress;
 }
 RL_D bool any_in_warp(bool value) {
@@ -246,10 +251,11 @@ RL_D bool any_in_warp(bool value) {
 }
 
 // ---- memory
-RL_D u32 dynamic_smem() { return emulation::SMEM_BASE; }
+RL_D u32 dynamic_smem() { return emulation::SMEM_BASE + machine.rank() * emulation::SMEM_STRIDE; }
 template <typename T>
 RL_D T& shared(u32 address) {
-  if (address < emulation::SMEM_BASE || address + sizeof(T) > emulation::SMEM_BYTES || address % sizeof(T))
+  const u32 place = address % emulation::SMEM_STRIDE;
+  if (place < emulation::SMEM_BASE || place + sizeof(T) > emulation::SMEM_BYTES || address % sizeof(T) || address >= machine.smem.size())
     machine.fail("shared memory address out of bounds or unaligned");
   return *reinterpret_cast<T*>(machine.smem.data() + address);
 }
@@ -294,6 +300,7 @@ struct alignas(64) TensorMap {
   const u16* base;
   u64 stride[4];  // elements, innermost first
   u32 extent[4], box[4], swizzle;
+  u32 outer_extent, outer_box;  // of a fifth dimension, see cluster.cuh
 };
 static_assert(sizeof(TensorMap) == 128);
 RL_D u32 swizzled(u32 address, u32 swizzle) {
@@ -354,16 +361,22 @@ RL_D void store_wait_read() {
   });
 }
 RL_D void prefetch_map(const TensorMap*) {}
+RL_D void prefetch_2d(const TensorMap*, int, int) {}
 RL_D void wait_for_previous() {}
 RL_D void let_next_start() {}
-RL_D u32 cluster_rank() { std::abort(); }
-RL_D void cluster_sync() { std::abort(); }
-RL_D void remote_arrive(u32, u32) { std::abort(); }
-RL_D void copy_2d_both(u32, const TensorMap*, int, int, u32) { std::abort(); }
+
+// ---- clusters
+RL_D u32 cluster_rank() { return machine.rank(); }
+RL_D void cluster_sync() { machine.gather(machine.named[-1], static_cast<int>(machine.fibers.size()), "cluster"); }
+RL_D u32 remote_address(u32 address, u32 rank) { return address % emulation::SMEM_STRIDE + rank * emulation::SMEM_STRIDE; }
+RL_D void remote_arrive(u32 barrier, u32 rank) { barrier_arrive(remote_address(barrier, rank)); }
+RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
+  for (u32 rank = 0; rank < 2; ++rank) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
+}
 
 // ---- wgmma
-RL_D float element(u64 descriptor, int transposed, int mn, int k) {
-  const u32 start = (descriptor & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4, mode = descriptor >> 62;
+RL_D float element(u32 block, u64 descriptor, int transposed, int mn, int k) {
+  const u32 start = block + ((descriptor & 0x3fff) << 4), group = (descriptor >> 32 & 0x3fff) << 4, mode = descriptor >> 62;
   const u32 row = mode == 1 ? 128 : 64;  // swizzle of 128 or of 64 bytes
   if (mode != 1 && mode != 2) machine.fail("operand without a swizzle");
   const u32 span = row / 2, far = (descriptor >> 16 & 0x3fff) << 4;  // values a row of a tile holds; to the next tile
@@ -372,16 +385,17 @@ RL_D float element(u64 descriptor, int transposed, int mn, int k) {
 }
 RL_D void execute(emulation::Warp& warp, int index, const emulation::Product& p) {
   std::vector<float>& values = warp.in_flight.at(p.d[0]);
+  const u32 block = index / (machine.threads / 32) * emulation::SMEM_STRIDE;
   for (int r = 0; r < 16; ++r) {
     float a[16];
     for (int k = 0; k < 16; ++k) {
       const u32 pair = p.a_registers[r % 8 * 4 + k % 8 / 2][r / 8 + k / 8 * 2];
-      a[k] = p.registers ? (k % 2 ? pair_high(pair) : pair_low(pair)) : element(p.a, p.transposed_a, 16 * (index % 4) + r, k);
+      a[k] = p.registers ? (k % 2 ? pair_high(pair) : pair_low(pair)) : element(block, p.a, p.transposed_a, 16 * (index % 4) + r, k);
     }
     for (int c = 0; c < p.n; ++c) {
       float& d = values[(r % 8 * 4 + c % 8 / 2) * (p.n / 2) + c / 8 * 4 + r / 8 * 2 + c % 2];
       float sum = p.accumulate ? d : 0.f;
-      for (int k = 0; k < 16; ++k) sum += a[k] * element(p.b, p.transposed_b, c, k);
+      for (int k = 0; k < 16; ++k) sum += a[k] * element(block, p.b, p.transposed_b, c, k);
       d = sum;
     }
   }

@@ -1,0 +1,38 @@
+// Single instructions that only these kernels need.
+#pragma once
+#include "ridgeline/cluster.cuh"
+
+#ifndef RL_EMULATED
+namespace rl {
+
+RL_D float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
+RL_D void sync_warp() { __syncwarp(); }
+RL_D void sync_block() { __syncthreads(); }
+RL_D uint4 load_stream(const uint4* pointer) { return __ldcs(pointer); }  // read once
+RL_D u32 load_shared_u32(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+RL_D void store_shared_u32(u32 address, u32 value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+RL_D float load_shared(u32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+}
+RL_D void store_shared(u32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+RL_D void load_shared_4(float (&v)[4], u32 address) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+               : "r"(address) : "memory");
+}
+RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants
+  extern __shared__ __align__(1024) char bytes[];
+  return smem_address(bytes);
+}
+
+}  // namespace rl
+#endif

@@ -1,0 +1,49 @@
+// ops/_cuda/include/ridgeline/cluster.cuh and ops/mlp/access.cuh on the host; see hopper.cuh beside this.
+#pragma once
+#include "ridgeline/hopper.cuh"
+
+#include <deque>
+
+namespace rl {
+
+RL_D void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
+RL_D void fence_cluster() {}
+RL_D void copy_2d_to(u32 destination, const TensorMap* map, int x, int y, u32 barrier, u16 mask) {
+  for (u32 rank = 0; rank < 16; ++rank)
+    if (mask >> rank & 1) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
+}
+// The map's dimensions here are the four inner ones; the outermost has a pitch of four times the third's, and `unused`
+// begins with its box.
+RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier) {
+  static std::deque<TensorMap> shifted;  // a copy reads its map when it ends
+  const u32 outer = map->box[1] * map->box[2] * map->box[3] * map->box[0] * 2;
+  for (u32 n = 0; n < map->outer_box; ++n) {
+    shifted.push_back(*map);
+    shifted.back().base += (w + n) * 4 * map->stride[2];
+    if (w + static_cast<int>(n) >= static_cast<int>(map->outer_extent)) shifted.back().extent[0] = 0;
+    copy_4d(destination + n * outer, &shifted.back(), x, y, z, v, barrier);
+  }
+}
+RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier, u16 mask) {
+  for (u32 rank = 0; rank < 16; ++rank)
+    if (mask >> rank & 1) copy_5d(remote_address(destination, rank), map, x, y, z, v, w, remote_address(barrier, rank));
+}
+
+RL_D uint4 load_stream(const uint4* pointer) { return *pointer; }
+RL_D u32 load_shared_u32(u32 address) { return shared<u32>(address); }
+RL_D void store_shared_u32(u32 address, u32 value) { shared<u32>(address) = value; }
+RL_D float load_shared(u32 address) { return shared<float>(address); }
+RL_D void store_shared(u32 address, float value) { shared<float>(address) = value; }
+RL_D void load_shared_4(float (&v)[4], u32 address) {
+  for (int i = 0; i < 4; ++i) v[i] = shared<float>(address + 4 * i);
+}
+RL_D void remote_store(u32 remote, float a, float b, float c, float d) {
+  const float v[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) shared<float>(remote + 4 * i) = v[i];
+}
+template <int PENDING>
+RL_D void store_wait() {
+  store_wait_read<PENDING>();
+}
+
+}  // namespace rl
