@@ -25,7 +25,7 @@ extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segm
                            int late) {
   return emulation::launch(grid, 384, random, late, [=] {
     gemm(m[0], m[1], m[2], m[3], m[4], reinterpret_cast<const int4*>(schedule), segments, bias, partials, seed_step,
-         n[0], n[1], n[2], n[3], scale, n[4], n[5]);
+         n[0], n[1], n[2], scale, n[3], n[4]);
   });
 }
 """
@@ -64,7 +64,7 @@ CASES = [
     Case(450, 264, 72, "derivative", Config(tile_m=64), transposed_b=True, units=2, seed=3, late=True),
     Case(390, 130, 70, "bias", Config(), units=1, seed=4),
     Case(300, 136, 136, "plain", Config(tile_m=64, resident=False), transposed_b=True, units=1, seed=5, late=True),
-    Case(300, 256, 72, "residual", Config(tile_m=64, resident=False, cooperative=True), units=1, seed=6, late=True),
+    Case(300, 256, 72, "residual", Config(tile_m=64, resident=False), units=1, seed=6, late=True),
     Case(200, 260, 64, "gelu", Config(tile_m=64, tile_n=256), units=1, seed=7),
 ]
 
@@ -109,21 +109,21 @@ def run(case: Case, folder: Path, a: Tensor, b: Tensor, bias: Tensor, c: Tensor)
         derivative=case.epilogue == "derivative",
     )
     config = case.config.fitted(macros["K_CHUNKS"], reads_c)
-    work, slots = divide(-(-M // config.rows), -(-N // config.tile_n), case.units)
+    work, slots = divide(-(-M // config.tile_m), -(-N // config.tile_n), case.units)
     longest = max(map(len, work)) + 1
     table = [[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work]
     schedule = torch.tensor(table, dtype=torch.int32)
     out, pre = (torch.full((M, -(-N // 8) * 8), float("nan")).bfloat16()[:, :N] for _ in range(2))
     sums = torch.zeros(slots * 8, N)
     maps = (Map * 5)(
-        tensor_map(a, (config.rows, 64)),
+        tensor_map(a, (config.piece_rows, 64)),
         tensor_map(b, (64, 64) if case.transposed_b else (config.tile_n, 64)),
         *(tensor_map(x, (16, 64)) for x in (c, out, pre)),
     )
     threshold, scale = quantise(P)
     seed_step = torch.tensor([77, 9])
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-    numbers = (ctypes.c_int * 6)(M, N, SITE, threshold, M // 2, FIRST_SAMPLE)
+    numbers = (ctypes.c_int * 5)(N, SITE, threshold, M // 2, FIRST_SAMPLE)
     library = compiled(folder, macros)
     library.run.restype = ctypes.c_char_p
     fault = library.run(

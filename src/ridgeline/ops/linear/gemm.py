@@ -21,37 +21,33 @@ CHUNK_K = 64
 RESIDENT_K = 512  # 128 columns of B up to here leave room for the ring
 Epilogue = Literal["plain", "gelu", "residual", "derivative"]
 
-Segment = tuple[int, int, int, int]  # column unit + 65536 · row of partial sums, first row tile, step, count
+Segment = tuple[int, int, int, int]  # column tile + 65536 · row of partial sums, first row tile, step, count
 
 
 class Config(NamedTuple):
     """A configuration of the kernel.
 
     Attributes:
-        tile_m, tile_n: what a warpgroup accumulates.
+        tile_m, tile_n: a warpgroup's output tile.
         resident: a block keeps its columns of B for a whole segment, so that only A streams.
-        cooperative: the warpgroups share tiles of 2 · tile_m rows instead of taking tiles in turn.
-        cluster: 2 lets two blocks with neighbouring columns share one stream of A.
-        stages: ring slots; 0 takes as many as fit, up to 8.
+        stages: ring slots; 0 takes as many as fit, up to 16.
     """
 
     tile_m: int = 128
     tile_n: int = 128
     resident: bool = True
-    cooperative: bool = False
-    cluster: int = 1
     stages: int = 0
 
     @property
-    def rows(self) -> int:
-        """Rows of a tile as the ring feeds it."""
-        return self.tile_m * (2 if self.cooperative else 1)
+    def piece_rows(self) -> int:
+        """Rows of A in a ring slot."""
+        return 64 if self.resident else self.tile_m
 
     def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
         """Bytes of dynamic shared memory."""
         b_bytes = self.tile_n * 128
-        slot = self.rows * 128 + (0 if self.resident else b_bytes)
-        panels = self.rows * self.tile_n // 1024 if reads_c else 16
+        slot = self.piece_rows * 128 + (0 if self.resident else b_bytes)
+        panels = self.tile_m * self.tile_n // 1024 if reads_c else 16
         return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 1024
 
     def fitted(self, k_chunks: int, reads_c: bool) -> Config:
@@ -62,18 +58,18 @@ class Config(NamedTuple):
         """
         if self.stages:
             return self
-        fitting = [n for n in range(2, 9) if self.smem(k_chunks, reads_c, n) <= SMEM_LIMIT]
+        fitting = [n for n in range(2, 17) if self.smem(k_chunks, reads_c, n) <= SMEM_LIMIT]
         if not fitting:
             raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
         return self._replace(stages=fitting[-1])
 
 
 def divide(row_tiles: int, columns: int, units: int) -> tuple[list[list[Segment]], int]:
-    """Divide row tiles × column units among resident units (blocks, or pairs of blocks).
+    """Divide row tiles × column tiles among blocks.
 
-    A unit keeps to one column as far as possible (its part of B stays in shared memory), and units of different columns
-    walk the same rows at the same time (A is read from memory once). What does not divide evenly goes, column after
-    column, to the units left over.
+    A unit (a block) keeps to one column as far as possible (its part of B stays in shared memory), and units of
+    different columns walk the same rows at the same time (A is read from memory once). What does not divide evenly
+    goes, column after column, to the units left over.
 
     Returns:
         Each unit's segments, and the number of rows of partial sums that a column can have.
@@ -121,9 +117,9 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _plan(row_tiles: int, columns: int, cluster: int, device: torch.device) -> Plan:
+def _plan(row_tiles: int, columns: int, device: torch.device) -> Plan:
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    work, slots = divide(row_tiles, columns, blocks // cluster)
+    work, slots = divide(row_tiles, columns, blocks)
     longest = max(len(mine) for mine in work) + 1
     table = [[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work]
     return Plan(torch.tensor(table, dtype=torch.int32, device=device), longest, len(work), slots)
@@ -156,8 +152,6 @@ def defines(
         "STAGES": config.fitted(k_chunks, residual or derivative).stages,
         "K_CHUNKS": k_chunks,
         "RESIDENT": int(config.resident),
-        "COOPERATIVE": int(config.cooperative),
-        "CLUSTER": config.cluster,
         "RL_FP16": int(dtype == torch.float16),
         "B_TRANSPOSED": int(transposed_b),
         "EPILOGUE": 3 if derivative else 2 if residual else 1 if gelu else 0,
@@ -212,11 +206,10 @@ def gemm(
         dropout=masks is not None,
         derivative=gelu_input_MN is not None,
     )
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiiIIfii")
-    columns = -(-N // config.tile_n)
-    plan = _plan(-(-M // config.rows), -(-columns // config.cluster), config.cluster, a_MK.device)
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiIIfii")
+    plan = _plan(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
     panel = (16, 64)
-    map_a = cuda.tensor_map(a_MK, (config.rows // config.cluster, CHUNK_K))
+    map_a = cuda.tensor_map(a_MK, (config.piece_rows, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     map_d = cuda.tensor_map(out_MN, panel)
     reads = residual_MN if gelu_input_MN is None else gelu_input_MN
@@ -226,9 +219,9 @@ def gemm(
     threshold, scale = quantise(masks.p) if masks else (0, 1.0)
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums,
-        masks.state.seed_step if masks else None, M, N, masks.site if masks else 0, threshold, scale,
+        masks.state.seed_step if masks else None, N, masks.site if masks else 0, threshold, scale,
         masks.T if masks else 1, masks.state.sample_offset if masks else 0,
     )  # fmt: skip
     smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
-    kernel.launch((plan.units * config.cluster,), THREADS, smem, arguments, early=early)
+    kernel.launch((plan.units,), THREADS, smem, arguments, early=early)
     return sums
