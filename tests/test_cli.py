@@ -327,6 +327,14 @@ assert not heavy, heavy
     assert result.returncode == 0, result.stderr
 
 
+def test_output_that_nobody_reads_to_the_end_is_no_error():
+    program = "import sys; from ridgeline.cli import main; sys.exit(main(['train', '--help']))"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=120) == 141
+
+
 def test_help_needs_no_torch():
     code = """
 import sys

@@ -61,19 +61,24 @@ def slowed(folder):
     return {**environment(), "PYTHONPATH": path}
 
 
-@pytest.fixture
-def uninterrupted(text):
-    result = subprocess.run(tiny(text, "whole"), env=environment(), capture_output=True, text=True, timeout=240)
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Folder of a run that nothing stopped, its summary, and its text."""
+    home = tmp_path_factory.mktemp("whole")
+    text, folder = home / "words.txt", home / "run"
+    text.write_text("the cat sat on the mat and the rat ran at the cat; " * 80)
+    result = subprocess.run(tiny(text, folder), env=environment(), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return folder, json.loads(result.stdout.splitlines()[-1]), text
 
 
-def test_a_killed_run_goes_on_to_the_same_bits(text, tmp_path, uninterrupted):
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path, uninterrupted):
+    whole, expected, text = uninterrupted
     process = subprocess.Popen(tiny(text, "killed"), env=slowed(tmp_path), stderr=subprocess.DEVNULL)
     wait_for("killed", 24, process)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert 0 < len(curve("killed")) < len(curve("whole"))
+    assert 0 < len(curve("killed")) < len(curve(whole))
     resumed = subprocess.run(
         command("train", "--resume", "killed", "--json"),
         env=environment(),
@@ -82,15 +87,16 @@ def test_a_killed_run_goes_on_to_the_same_bits(text, tmp_path, uninterrupted):
         timeout=240,
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert curve("killed") == curve("whole")
+    assert curve("killed") == curve(whole)
     summary = json.loads(resumed.stdout.splitlines()[-1])
     same = ("preset", "steps", "tokens", "train_loss", "val_loss")
-    assert {name: summary[name] for name in same} == {name: uninterrupted[name] for name in same}
-    weights = [next(Path(folder, "last").glob("tensors-*")).read_bytes() for folder in ("killed", "whole")]
+    assert {name: summary[name] for name in same} == {name: expected[name] for name in same}
+    weights = [next(Path(folder, "last").glob("tensors-*")).read_bytes() for folder in ("killed", whole)]
     assert weights[0] == weights[1]
 
 
-def test_interrupted_it_finishes_the_step_saves_and_exits_130(text, tmp_path, uninterrupted):
+def test_interrupted_it_finishes_the_step_saves_and_exits_130(tmp_path, uninterrupted):
+    whole, _, text = uninterrupted
     process = subprocess.Popen(
         tiny(text, "stopped"), env=slowed(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -105,4 +111,4 @@ def test_interrupted_it_finishes_the_step_saves_and_exits_130(text, tmp_path, un
         command("train", "--resume", "stopped"), env=environment(), capture_output=True, timeout=240
     )
     assert resumed.returncode == 0
-    assert curve("stopped") == curve("whole")
+    assert curve("stopped") == curve(whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ VERBS = {
     "demo": "train on the shipped Boxing games, then play 30 games",
 }
 INTERRUPTED = 130  # exit code after SIGINT, as shells have it
+CUT_OFF = 141  # exit code after SIGPIPE, likewise
 REFUSED = 2  # exit code of an error that the user can cure
 
 USAGE = f"""\
@@ -51,12 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(nearest(verb, VERBS, "verb"))
     configure_threads()
     try:
-        return importlib.import_module(f"ridgeline.cli.{verb}").run(rest)
+        return _run(verb, rest)
     except RidgelineError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has read enough; Python must not flush it again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    try:
+        return importlib.import_module(f"ridgeline.cli.{verb}").run(arguments)
+    finally:
+        sys.stdout.flush()
 
 
 def _refuse(reason: str) -> int:

@@ -127,6 +127,12 @@ def _demonstrate(options: Options, count: Callable[[int, int], None]) -> None:
     )
 
 
+def replay_shipped(name: str) -> None:
+    """Replay the shipped games of boxing or boxing-visible, which the first use takes half a minute for, in sight."""
+    with bar() as progress:
+        api.prepare_boxing(visible=name == "boxing-visible", progress=counter(progress, "replaying the demonstrations"))
+
+
 def bar() -> Progress:
     """A progress bar on standard error."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

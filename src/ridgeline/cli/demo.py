@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from ridgeline.cli.data import bar, counter
+from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.output import Flag, parse
 from ridgeline.cli.play import judge, table
-from ridgeline.data.api import prepare_boxing
 from ridgeline.errors import require
 from ridgeline.presets import preset
 from ridgeline.train import train
@@ -46,8 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     """Train, play, print."""
     options = parse(Options, arguments, "demo")
     require("ale_py", "games")
-    with bar() as progress:
-        prepare_boxing(progress=counter(progress, "replaying the demonstrations"))
+    replay_shipped("boxing")
     config = dataclasses.replace(preset("boxing"), minutes=options.minutes, steps=None, tokens=None, out=options.out)
     trained = train(config)
     if trained.interrupted:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from ridgeline import checkpoint
+from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.flags import changes, mirror
 from ridgeline.cli.output import Flag, emit, parse
 from ridgeline.errors import ConfigError
@@ -57,6 +58,8 @@ def run(arguments: Sequence[str]) -> int:
     about = ABOUT.format(presets=presets)
     options: Any = parse(_options(flags), rest, f"train {named or 'PRESET'}", about)
     config = override(base, changes(flags, options.settings))
+    if config.data in ("boxing", "boxing-visible"):
+        replay_shipped(config.data)
     result = resume(options.resume, config) if options.resume else train(config, init_from=options.init_from)
     _report(result, as_json=options.json)
     return INTERRUPTED if result.interrupted else 0
