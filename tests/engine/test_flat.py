@@ -104,9 +104,10 @@ def test_loading_a_state_dict_refreshes_the_copies():
 
 def test_replaced_or_moved_parameters_are_noticed():
     model = stranger()
-    FlatParameters(model, compute=torch.float32)
+    kept = FlatParameters(model, compute=torch.float32)
     with pytest.raises(ConfigError, match="assign=False"):
         model.load_state_dict(Stranger().state_dict(), assign=True)
+    assert kept.size
     moved = stranger()
     flat = FlatParameters(moved, compute=torch.float32)
     moved.double().float()
@@ -130,3 +131,23 @@ def test_load_names_what_does_not_fit():
         flat.load(flat.grad, {"weight": torch.zeros(2, 3)}, "the moment")
     with pytest.raises(CheckpointError, match="of weight has shape"):
         flat.load(flat.grad, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "the moment")
+
+
+def test_a_second_step_takes_the_model_over():
+    model = stranger()
+    first = FlatParameters(model, compute=torch.bfloat16)
+    second = FlatParameters(model, compute=torch.bfloat16)
+    model.load_state_dict(Stranger().state_dict())  # would be refused if the first still watched over it
+    assert torch.equal(second.copies, second.masters.bfloat16())
+    assert not torch.equal(first.masters, second.masters)
+
+
+def test_a_model_can_be_copied_and_saved(tmp_path):
+    model = stranger()
+    flat = FlatParameters(model, compute=torch.bfloat16)
+    other = copy.deepcopy(model)
+    other.load_state_dict(Stranger().state_dict())
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(flat.copies, flat.masters.bfloat16())
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))

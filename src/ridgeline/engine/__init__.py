@@ -6,6 +6,7 @@ step in one CUDA graph with its schedule, counters and seeds on the device.
 
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.flat import FlatParameters
+from ridgeline.engine.lanes import choose_lanes
 from ridgeline.engine.precision import PRECISIONS, Precision, find_precision
 from ridgeline.engine.slots import matrices_decay
 from ridgeline.engine.step import TrainStep
@@ -20,6 +21,7 @@ __all__ = [
     "StepMetrics",
     "TrainStep",
     "Update",
+    "choose_lanes",
     "find_precision",
     "matrices_decay",
 ]

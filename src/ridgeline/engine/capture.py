@@ -75,3 +75,18 @@ class CudaCapture:
         fresh = torch.Generator(self.device)
         fresh.manual_seed(generator.initial_seed())
         generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+def choose_capture(capture: bool | Capture | None, device: torch.device) -> Capture | None:
+    """How a step on `device` is captured: None for not at all.
+
+    Raises:
+        UnsupportedError: a CUDA graph is asked for and there is no CUDA device.
+    """
+    if capture is None:
+        capture = device.type == "cuda"
+    if not isinstance(capture, bool):
+        return capture
+    if capture and device.type != "cuda":
+        raise UnsupportedError(f"a step on {device} cannot be captured in a CUDA graph; pass capture=False")
+    return CudaCapture(device) if capture else None

@@ -16,6 +16,7 @@ has leaves and a gradient buffer of its own; the first lane's buffer receives th
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -24,6 +25,14 @@ from torch import Tensor, nn
 from ridgeline.engine.gradients import Gradients
 from ridgeline.engine.slots import Decays, lay_out, matrices_decay
 from ridgeline.errors import CheckpointError, ConfigError
+
+# the newest flat buffers of a model; those of an earlier step are no longer what its parameters are views of
+_OWNERS: weakref.WeakValueDictionary[nn.Module, FlatParameters] = weakref.WeakValueDictionary()
+
+
+def _refresh_owner(model: nn.Module, _: object) -> None:
+    if model in _OWNERS:
+        _OWNERS[model].refresh()
 
 
 def _check(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
@@ -86,7 +95,8 @@ class FlatParameters:
         self._fixed: list[tuple[Tensor, Tensor]] = []  # (source, copy) of frozen parameters and buffers
         self._sites = self._find_sites(model, positions)
         self.refresh()
-        model.register_load_state_dict_post_hook(lambda *_: self.refresh())
+        _OWNERS[model] = self
+        model.register_load_state_dict_post_hook(_refresh_owner)
 
     def _find_sites(
         self, model: nn.Module, positions: dict[int, int]

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline.engine.capture import Capture, CudaCapture, Program, reason
+from ridgeline.engine.capture import Capture, CudaCapture, Program, choose_capture, reason
+from ridgeline.engine.diagnose import first_bad
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.feed import Feed, Signature, signature, tensors_of
 from ridgeline.engine.flat import FlatParameters
@@ -127,19 +128,10 @@ class TrainStep:
             seed_step=self.update.seed_step,
             loss_scale=self.update.loss_scale,
         )
-        self._capture = self._choose_capture(capture)
+        self._capture = choose_capture(capture, self.device)
         self._shapes: dict[tuple[Signature, bool], tuple[Feed, Program]] = {}
         self._activations = 0
         self._last: Feed | None = None
-
-    def _choose_capture(self, capture: bool | Capture | None) -> Capture | None:
-        if capture is None:
-            capture = self.device.type == "cuda"
-        if not isinstance(capture, bool):
-            return capture
-        if capture and self.device.type != "cuda":
-            raise UnsupportedError(f"a step on {self.device} cannot be captured in a CUDA graph; pass capture=False")
-        return CudaCapture(self.device) if capture else None
 
     def _call_loss(self, batch: Any, dropout: DropoutState) -> Tensor:
         if self._user_loss is not None:
@@ -307,35 +299,13 @@ class TrainStep:
         """The first tensor that is not finite when the last batch runs again, call by call, from the present state."""
         if self._last is None:
             raise ConfigError("no step has been taken; there is no batch to look at")
-        found: list[str] = []
-
-        def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                for tensor in output.values() if isinstance(output, dict) else (output,):
-                    if isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all()):
-                        found.append(f"output of {name or type(module).__name__}")
-
-            return hook
-
         stream = self._capture.stream if isinstance(self._capture, CudaCapture) else None
-        handles = [module.register_forward_hook(watch(name)) for name, module in self.model.named_modules()]
         compiled, self.passes.loss = self.passes.loss, self._call_loss
         try:
             with self._undone(), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-                for part in range(self.cut.accumulate):
-                    for lane in range(self.cut.lanes):
-                        target = self.passes.forward(self._last, part, lane)
-                        if found:
-                            return found[0]
-                        self.passes.backward(target, part, lane)
-                        for name, view in self.flat.views(self.flat.lanes[lane].buffer).items():
-                            if not bool(torch.isfinite(view).all()):
-                                return f"gradient of {name}"
+                return first_bad(self.model, self.passes, self._last)
         finally:
             self.passes.loss = compiled
-            for handle in handles:
-                handle.remove()
-        return "none; the batch of the bad steps was another one"
 
     def state_dict(self) -> dict[str, Tensor]:
         """Optimiser state and counters, by parameter name; the weights are the model's own `state_dict`."""

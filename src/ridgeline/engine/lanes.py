@@ -1,0 +1,56 @@
+"""One lane or two: what is faster is measured on the spot, and then stays for the run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ridgeline.engine.step import TrainStep
+
+log = logging.getLogger(__name__)
+
+STEPS = 10  # timed steps of a candidate, after as many that are not
+
+
+def _milliseconds(step: TrainStep, batch: Any) -> float:
+    times = []
+    for _ in range(2 * STEPS):
+        if step.device.type == "cuda":
+            torch.cuda.synchronize(step.device)
+        start = time.perf_counter()
+        step(batch)
+        if step.device.type == "cuda":
+            torch.cuda.synchronize(step.device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[STEPS:])
+
+
+def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Sequence[int] = (1, 2)) -> int:
+    """The number of lanes whose step is fastest on `batch`.
+
+    Each candidate trains for a few steps; `make` builds it on weights that may be changed. Another number of lanes
+    rounds sums differently, so a run keeps the choice it began with: store it with the run's settings.
+
+    Args:
+        make: make(lanes) → a step with that many lanes.
+        batch: a batch of the run's shape.
+        candidates: numbers to try; those that do not divide the batch are left out.
+    """
+    found: dict[int, float] = {}
+    for lanes in candidates:
+        step = make(lanes)
+        if len(next(iter(torch.utils._pytree.tree_leaves(batch)))) % step.cut.pieces == 0:
+            found[lanes] = _milliseconds(step, batch)
+        del step
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    best = min(found, key=lambda lanes: found[lanes])
+    log.info("lanes: %d of %s", best, ", ".join(f"{lanes} in {ms:.3f} ms" for lanes, ms in found.items()))
+    return best

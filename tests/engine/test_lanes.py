@@ -1,0 +1,23 @@
+"""The number of lanes is what a measurement says."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine.helpers import Stranger, language_batch, stranger_loss
+from ridgeline.engine import TrainStep, choose_lanes
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_the_faster_number_wins_and_what_does_not_divide_is_left_out(slow):
+    def make(lanes: int) -> TrainStep:
+        def loss(model, batch):
+            if lanes == slow:
+                time.sleep(0.01)
+            return stranger_loss(model, batch)
+
+        return TrainStep(Stranger(), loss, precision="fp32", lanes=lanes)
+
+    assert choose_lanes(make, language_batch(batch=4), (1, 2, 3)) == 3 - slow
