@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+from ridgeline.ops.linear import Masks
 from ridgeline.ops.mlp import kernels
 from ridgeline.ops.mlp.kernels import Config
 from ridgeline.ops.norm.reference import NormKind
@@ -144,8 +145,8 @@ def run(case: Case, build: Build, pointers: list[Tensor | None], stride: int) ->
     assert fault is None
 
 
-def masks(case: Case) -> kernels.Dropout | None:
-    return kernels.Dropout(case.p, DropoutState(torch.tensor(SEED_STEP)), SITE, case.N // 2) if case.p else None
+def masks(case: Case) -> Masks | None:
+    return Masks(case.p, DropoutState(torch.tensor(SEED_STEP)), SITE, case.N // 2) if case.p else None
 
 
 def dropped(case: Case, x: Tensor) -> Tensor:

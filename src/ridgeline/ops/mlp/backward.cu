@@ -184,6 +184,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) bar.init();
+  wait_for_previous();
+  let_next_start();
   tile_sync();
   const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;

@@ -130,6 +130,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BIAS + chunks * 256};
   const Place me = Place::here();
   if (threadIdx.x == 0) bar.init();
+  wait_for_previous();
+  let_next_start();
   if (UP_BIAS)
     for (int i = threadIdx.x; i < chunks * 64; i += THREADS)
       store_shared_u32(smem + BIAS + 4 * i, 2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0);

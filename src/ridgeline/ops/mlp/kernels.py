@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.activation.reference import GeluKind
-from ridgeline.ops.dropout import DropoutState, quantise
+from ridgeline.ops.dropout import quantise
+from ridgeline.ops.linear.reference import Masks
 from ridgeline.ops.norm.reference import NormKind
 
 FOLDER = Path(__file__).parent
@@ -22,6 +23,12 @@ THREADS = 384
 TILE_ROWS, CHUNK, SLOT = 128, 128, 128 * 128
 KEPT_ROWS = 2 * TILE_ROWS  # what is kept is padded to the rows of two tiles
 Part = Literal["mlp_forward", "mlp_backward", "project_forward", "project_backward"]
+_PARTS: dict[Part, tuple[str, str]] = {  # file, and kinds of parameters
+    "mlp_forward": ("forward.cu", "MMMPPPPPPPPPPPiifIIfii"),
+    "mlp_backward": ("backward.cu", "MMMMMPPPPPPPPPPqPiiIIfii"),
+    "project_forward": ("project.cu", "MMPPPPPPPPfPiiIIfii"),
+    "project_backward": ("project.cu", "MMPPPPPPPPqPiiIIfii"),
+}
 
 
 class Config(NamedTuple):
@@ -38,15 +45,6 @@ class Config(NamedTuple):
     stages: int = 0
 
 
-class Dropout(NamedTuple):
-    """A branch's dropout: probability, the state that names the masks, site, and the rows (positions) of a sample."""
-
-    p: float
-    state: DropoutState
-    site: int
-    T: int
-
-
 class Join(NamedTuple):
     """A join's operands and results: r = residual + dropout(branch + bias), h = norm(r).
 
@@ -55,7 +53,7 @@ class Join(NamedTuple):
         branch_bias_C: bias of the product that makes the branch; None without.
         residual_NC: the residual to add; None at the stream's beginning. May be `r_NC`.
         r_NC, h_NC, mean_N, rstd_N: written; the statistics are fp32, mean None for RMSNorm.
-        dropout: of the branch; None for none.
+        masks: the branch's dropout; None for none.
     """
 
     kind: NormKind
@@ -68,7 +66,7 @@ class Join(NamedTuple):
     h_NC: Tensor
     mean_N: Tensor | None
     rstd_N: Tensor
-    dropout: Dropout | None
+    masks: Masks | None
 
 
 class JoinGradient(NamedTuple):
@@ -80,7 +78,7 @@ class JoinGradient(NamedTuple):
         dr_NC: written. `dbranch_NC`: written where there is dropout (dr behind the mask), else None.
         partials_PW: fp32, `partial_rows` rows, written: columns dweight, then dbias if `bias`, then the branch bias's
             gradient if `branch_bias`. Rows may be strided.
-        dropout: of the branch, as in the forward pass.
+        masks: the branch's dropout, as in the forward pass.
     """
 
     kind: NormKind
@@ -94,7 +92,7 @@ class JoinGradient(NamedTuple):
     partials_PW: Tensor
     bias: bool
     branch_bias: bool
-    dropout: Dropout | None
+    masks: Masks | None
 
 
 def tiles(N: int) -> int:
@@ -179,7 +177,7 @@ def join_macros(join: Join) -> dict[str, int]:
     """What a join asks of the compiler."""
     return {
         "RMS": int(join.kind == "rmsnorm"),
-        "DROPOUT": int(join.dropout is not None),
+        "DROPOUT": int(join.masks is not None),
         "RESIDUAL": int(join.residual_NC is not None),
         "NORM_BIAS": int(join.bias_C is not None),
         "BRANCH_BIAS": int(join.branch_bias_C is not None),
@@ -190,7 +188,7 @@ def gradient_macros(join: JoinGradient) -> dict[str, int]:
     """What a join's gradient asks of the compiler."""
     return {
         "RMS": int(join.kind == "rmsnorm"),
-        "DROPOUT": int(join.dropout is not None),
+        "DROPOUT": int(join.masks is not None),
         "RESIDUAL": int(join.dresidual_NC is not None),
         "NORM_BIAS": int(join.bias),
         "BRANCH_BIAS": int(join.branch_bias),
@@ -220,28 +218,44 @@ def _owned_map(weight_CK: Tensor, share: int) -> bytes:
     return cuda.tensor_map(view, (4 // share, 4, 4, 2, 64))
 
 
-def _mask_arguments(dropout: Dropout | None) -> tuple[Tensor | None, tuple[cuda.Argument, ...]]:
+def _mask_arguments(masks: Masks | None) -> tuple[Tensor | None, tuple[cuda.Argument, ...]]:
     """The state's tensor, and site, threshold, scale, rows a sample and first sample."""
-    if dropout is None:
+    if masks is None:
         return None, (0, 0, 1.0, 1, 0)
-    threshold, scale = quantise(dropout.p)
-    return dropout.state.seed_step, (dropout.site, threshold, scale, dropout.T, dropout.state.sample_offset)
+    threshold, scale = quantise(masks.p)
+    return masks.state.seed_step, (masks.site, threshold, scale, masks.T, masks.state.sample_offset)
 
 
 def _launch(
-    name: Part, file: str, macros: dict[str, int], kinds: str, N: int, config: Config, size: int,
-    arguments: Sequence[cuda.Argument], device: torch.device,
-) -> None:  # fmt: skip
-    kernel = cuda.load(FOLDER / file, macros).kernel(name, kinds)
-    clusters = min(-(-tiles(N) // config.share), _processors(device.index or 0) // (config.split * config.share))
-    kernel.launch((clusters * config.split * config.share,), THREADS, size, arguments)
+    part: Part,
+    macros: dict[str, int],
+    N: int,
+    config: Config,
+    size: int,
+    arguments: Sequence[cuda.Argument],
+    early: bool,
+) -> None:
+    file, kinds = _PARTS[part]
+    kernel = cuda.load(FOLDER / file, macros).kernel(part, kinds)
+    cluster = config.split * config.share
+    clusters = min(-(-tiles(N) // config.share), _processors(torch.cuda.current_device()) // cluster)
+    kernel.launch((clusters * cluster,), THREADS, size, arguments, early=early)
 
 
 def mlp_forward_raw(
     h_NC: Tensor, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor, kept: Tensor, join: Join,
-    *, gelu: GeluKind, config: Config | None = None,
+    *, gelu: GeluKind, config: Config | None = None, early: bool = False,
 ) -> None:  # fmt: skip
-    """u = h Wupᵀ + b, z = gelu(u) Wdownᵀ, then the join. Writes `kept` (u; see `kept_shape`) and the join's results."""
+    """u = h Wupᵀ + b, z = gelu(u) Wdownᵀ, then the join. Writes `kept` (u; see `kept_shape`) and the join's results.
+
+    Args:
+        h_NC, up_FC, up_bias_F, down_CF: bf16 or fp16, contiguous; C one of `WIDTHS`, F a multiple of 8.
+        kept: written; of the same dtype.
+        join: what follows; its branch bias is Wdown's.
+        gelu: "exact" or "tanh".
+        config: how the work is divided; None for `choose`.
+        early: the kernel may start while the one before it still runs; it waits for its end before it reads.
+    """
     N, C = h_NC.shape
     F = up_FC.shape[0]
     config = fitted("mlp_forward", C, config or choose("mlp_forward", N, F, h_NC.device), F)
@@ -251,19 +265,19 @@ def mlp_forward_raw(
         "GELU_TANH": int(gelu == "tanh"),
         "UP_BIAS": int(up_bias_F is not None),
     }
-    state, mask = _mask_arguments(join.dropout)
+    state, mask = _mask_arguments(join.masks)
     arguments = (
         _rows_map(h_NC), _rows_map(up_FC, CHUNK // config.share), _owned_map(down_CF, config.share), up_bias_F,
         join.branch_bias_C, kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
     size = smem("mlp_forward", C, config, config.stages, F)
-    _launch("mlp_forward", "forward.cu", macros, "MMMPPPPPPPPPPPiifIIfii", N, config, size, arguments, h_NC.device)
+    _launch("mlp_forward", macros, N, config, size, arguments, early)
 
 
 def mlp_backward_raw(
     dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, a_NF: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
-    join: JoinGradient, *, gelu: GeluKind, config: Config | None = None,
+    join: JoinGradient, *, gelu: GeluKind, config: Config | None = None, early: bool = False,
 ) -> None:  # fmt: skip
     """From the gradient of z to du, a (made anew), and through the join before the MLP.
 
@@ -272,6 +286,7 @@ def mlp_backward_raw(
         a_NF, du_NF: written: gelu(u), and the gradient of u.
         du_sums_PF: fp32, `inner_partial_rows` rows, written: partial column sums of du; None where no bias wants them.
         join: the join whose h the MLP read.
+        gelu, config, early: as in the forward pass.
     """
     N, C = dz_NC.shape
     F = up_FC.shape[0]
@@ -286,13 +301,13 @@ def mlp_backward_raw(
         "UP_BIAS": int(du_sums_PF is not None),
     }
     panel = (16, 64)
-    state, mask = _mask_arguments(join.dropout)
+    state, mask = _mask_arguments(join.masks)
     arguments = (
         _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), cuda.tensor_map(a_NF, panel),
         cuda.tensor_map(du_NF, panel), kept, du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
-    _launch("mlp_backward", "backward.cu", macros, "MMMMMPPPPPPPPPPqPiiIIfii", N, config, size, arguments, dz_NC.device)
+    _launch("mlp_backward", macros, N, config, size, arguments, early)
 
 
 def _gradient_arguments(join: JoinGradient) -> tuple[cuda.Argument, ...]:
@@ -302,32 +317,36 @@ def _gradient_arguments(join: JoinGradient) -> tuple[cuda.Argument, ...]:
     )  # fmt: skip
 
 
-def project_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None) -> None:
+def project_forward_raw(
+    x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None, early: bool = False
+) -> None:
     """y = x Wᵀ, then the join (which adds the bias): attention's output projection."""
     N, K = x_NK.shape
     C = weight_CK.shape[0]
     config = fitted("project_forward", C, config or choose("project_forward", N, K, x_NK.device))
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
-    state, mask = _mask_arguments(join.dropout)
+    state, mask = _mask_arguments(join.masks)
     arguments = (
         _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK, config.share), join.branch_bias_C, join.residual_NC,
         join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N, join.rstd_N, join.eps, state, N, -(-K // 64),
         *mask,
     )  # fmt: skip
     size = smem("project_forward", C, config, config.stages)
-    _launch("project_forward", "project.cu", macros, "MMPPPPPPPPfPiiIIfii", N, config, size, arguments, x_NK.device)
+    _launch("project_forward", macros, N, config, size, arguments, early)
 
 
-def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *, config: Config | None = None) -> None:
+def project_backward_raw(
+    dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *, config: Config | None = None, early: bool = False
+) -> None:
     """dh = dy W, then the gradient of the join that made h: the input gradient of the joint QKV projection."""
     N, K = dy_NK.shape
     C = weight_KC.shape[1]
     sums = 1 + join.bias + join.branch_bias
     config = fitted("project_backward", C, config or choose("project_backward", N, K, dy_NK.device), sums=sums)
     macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
-    state, mask = _mask_arguments(join.dropout)
+    state, mask = _mask_arguments(join.masks)
     arguments = (
         _rows_map(dy_NK, TILE_ROWS), _rows_map(weight_KC), *_gradient_arguments(join), state, N, -(-K // 64), *mask,
     )  # fmt: skip
     size = smem("project_backward", C, config, config.stages, sums=sums)
-    _launch("project_backward", "project.cu", macros, "MMPPPPPPPPqPiiIIfii", N, config, size, arguments, dy_NK.device)
+    _launch("project_backward", macros, N, config, size, arguments, early)

@@ -81,6 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) bar.init();
+  wait_for_previous();
+  let_next_start();
   tile_sync();
   const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = first + share < blocks ? first + share : blocks;
   if (me.group < 0) {
