@@ -28,8 +28,8 @@ def draw_ids(*shape: int, V: int) -> torch.Tensor:
     [
         (3, 50, 20, 36, True, 0.2),
         (5, 61, 7, 20, True, 0.0),
-        (4, 100, 600, 20, False, 0.2),
-        (2, 130, 140, 8, False, 0.0),
+        (4, 50, 600, 20, False, 0.2),
+        (2, 65, 140, 8, False, 0.0),
     ],
 )
 def test_embedding(B: int, T: int, V: int, C: int, positions: bool, p: float, dtype: torch.dtype) -> None:

@@ -93,8 +93,8 @@ def dropout_raw(
     """Write the dropped `x_NC` into `out_NC` (which may be `x_NC`); N = B · T rows, both contiguous."""
     N, C = x_NC.shape
     threshold, scale = quantise(p)
-    config = config or Launch(rows=4, warps=4)
     block_c = min(power_of_two(C), 1024)
+    config = config or Launch(rows=2048 // max(block_c, 8), warps=4)
     grid = (grid_rows(N, config.rows), triton.cdiv(C, block_c))
     dropout_kernel[grid](
         x_NC, out_NC, state.seed_step, site, state.sample_offset, N, T, scale,
