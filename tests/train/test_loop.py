@@ -145,6 +145,9 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(conf
     monkeypatch.setattr(TorchStep, "__call__", poisoned)
     with pytest.raises(DivergedError, match="stopped at step 7"):
         train(config)
+    losses = {record["step"]: record["loss"] for record in read_metrics("run") if "loss" in record}
+    assert losses[6] is not None
+    assert losses[7] is None
     saved = checkpoint.load("run/last")
     assert saved.meta["step"] == 5
     assert all(tensor.isfinite().all() for tensor in saved.group("model").values())

@@ -18,8 +18,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.presets import PRESETS, preset
 from ridgeline.train import TrainConfig, TrainResult, resume, train
 from ridgeline.train.config import STOPS
-from ridgeline.train.resume import LAST, config_of
 from ridgeline.train.settings import override, read_toml
+from ridgeline.train.state import LAST, config_of
 
 # inputs and outputs belong to the data, a name to its preset
 HIDDEN = ("preset", *(f"model.{name}" for name in ("vocabulary", "heads", "categories", "numbers", "previous")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,15 +18,15 @@ from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.errors import ConfigError
 from ridgeline.optim import learning_rate
-from ridgeline.train import resume as state
+from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.guards import Interrupt
 from ridgeline.train.meter import mfu_meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, amount, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
-from ridgeline.train.resume import Progress
 from ridgeline.train.settings import to_dict
+from ridgeline.train.state import Progress
 from ridgeline.train.validate import validate
 
 READ_SECONDS = 0.25  # between looks at the device's numbers: each look waits for it
@@ -223,19 +224,16 @@ class _Run:
         """Read the steps' numbers, which waits for the device; record and show them; stop if they are bad."""
         progress = self.progress
         entries = self.step.metrics(self._read)
-        self.step.check()
         now = time.perf_counter()
         progress.seconds += now - started
         for entry in entries:
             done = entry.step + 1
             values = {"loss": entry.loss, "grad_norm": entry.norm, "lr": entry.lr}
-            tokens = done * self.config.step_tokens
-            self.file.write({"step": done, **values, "tokens": tokens, "seconds": round(progress.seconds, 3)})
-            for tracker in self.trackers:
-                tracker.log(done, values)
+            self._record(done, values, tokens=done * self.config.step_tokens)
             progress.train_loss = entry.loss
         self.file.flush()
         self._read, self._read_at = progress.step, now
+        self.step.check()
         self._show()
 
     def _show(self) -> None:
@@ -252,12 +250,15 @@ class _Run:
         progress = self.progress
         loss = validate(self.step, self.validation, self.device, self.config.eval_windows)
         progress.val_loss = self.line.val_loss = loss
-        record = {"step": progress.step, "val_loss": loss, "tokens": progress.tokens}
-        self.file.write({**record, "seconds": round(progress.seconds, 3)})
+        self._record(progress.step, {"val_loss": loss}, tokens=progress.tokens)
         self.file.flush()
-        for tracker in self.trackers:
-            tracker.log(progress.step, {"val_loss": loss})
         self._show()
+
+    def _record(self, step: int, values: dict[str, float], *, tokens: int) -> None:
+        known = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
+        self.file.write({"step": step, **known, "tokens": tokens, "seconds": round(self.progress.seconds, 3)})
+        for tracker in self.trackers:
+            tracker.log(step, values)
 
     def _save(self) -> None:
         """Write `last`, and copy it to `best` if its validation is the lowest so far."""

@@ -1,7 +1,8 @@
 """What a run says while it goes: metrics.jsonl, one live line, and trackers.
 
 metrics.jsonl   {"step", "loss", "grad_norm", "lr", "tokens", "seconds"} a step, steps counted from 1;
-                {"step", "val_loss", "tokens", "seconds"} a validation. `seconds` is training time.
+                {"step", "val_loss", "tokens", "seconds"} a validation. `seconds` is training time; a number that is
+                    not finite is null.
 """
 
 from __future__ import annotations

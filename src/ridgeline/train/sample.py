@@ -15,7 +15,7 @@ from ridgeline.data.text import Vocabulary
 from ridgeline.errors import CheckpointError, ConfigError
 from ridgeline.models import LanguageConfig, LanguageModel
 from ridgeline.train.engines import find_device
-from ridgeline.train.resume import BEST, config_of, load_weights
+from ridgeline.train.state import BEST, config_of, load_weights
 
 
 @dataclass(frozen=True)
