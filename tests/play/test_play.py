@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import time
 
 import numpy as np
 import pytest
@@ -104,6 +105,10 @@ def trained(tmp_path_factory):
     return path, policy, meta
 
 
+def play_all(seeds, who=None, **settings):
+    return [game for finished in play_games(who or player(), seeds, level=0, **settings) for game in finished]
+
+
 def rows_of(seed, controllers, level=0):
     """Features and executed controllers of a game, as training has them."""
     boxing, eyes = Boxing(level), GAME.eyes(GAME.features())
@@ -116,8 +121,7 @@ def rows_of(seed, controllers, level=0):
 def test_windows_at_play_are_those_of_training(monkeypatch, stride, delay):
     shorten(monkeypatch, 24)
     standin, spec = Standin(), WindowSpec(context=5, stride=stride, delay=delay)
-    results = list(play_games(player(standin, spec), [4], level=0, temperature=0))
-    assert results[0].steps == 24
+    assert play_all([4], player(standin, spec), temperature=0)[0].steps == 24
     chosen = []
     for seen in standin.seen:
         chosen += [tuple(Standin().act(seen, seen["at"], temperature=0)[0].tolist())] * stride
@@ -153,15 +157,15 @@ def test_the_cut_window_gives_what_the_whole_one_gives(trained):
 
 def test_games_in_lock_step_have_their_own_seeds_and_lengths(monkeypatch):
     shorten(monkeypatch, 120)
-    together = list(play_games(player(), [1, 2, 3], level=0, temperature=0))
-    alone = [next(play_games(player(), [seed], level=0, temperature=0)) for seed in (1, 2, 3)]
+    together = play_all([1, 2, 3], temperature=0)
+    alone = [play_all([seed], temperature=0)[0] for seed in (1, 2, 3)]
     assert together == alone
     assert len({(result.dealt, result.taken) for result in together}) > 1
 
 
 def test_a_seed_repeats_the_samples(monkeypatch):
     shorten(monkeypatch, 60)
-    one, two, three = (list(play_games(player(), [seed, 50], level=0)) for seed in (9, 9, 10))
+    one, two, three = (play_all([seed, 50]) for seed in (9, 9, 10))
     assert one == two
     assert one[1] != three[1]
 
@@ -253,6 +257,27 @@ def test_requests_that_cannot_be(trained, monkeypatch):
 def test_a_dead_process_is_an_error():
     with pytest.raises(WorkerError, match=r"the games of seeds 10000 to 10001 died \(exit code 3\)"):
         evaluate(dying_player, 2)
+
+
+def hanging_player():
+    class Hanging(Standin):
+        def act(self, batch, at_B, **settings):
+            if len(self.seen) > 50:
+                time.sleep(600)
+            return super().act(batch, at_B, **settings)
+
+    return player(Hanging())
+
+
+def test_a_hung_process_is_an_error():
+    with pytest.raises(WorkerError, match="the games of seeds 10000 to 10000 was silent for 8 s"):
+        evaluate(hanging_player, 1, timeout=8)
+
+
+def test_a_slow_process_is_not_a_hung_one(monkeypatch):
+    monkeypatch.setattr(judge, "HEARTBEAT_SECONDS", 0.0)
+    signs = list(judge._play(judge._Task(player, range(5_000, 5_001), 3, 1.0)))
+    assert len(signs) == 1 + sum(not finished for finished in signs) > 100
 
 
 def test_a_game_that_does_not_end_is_an_error():

@@ -17,6 +17,7 @@ from ridgeline.play.statistics import bootstrap, wilson
 )
 def test_wilson_gives_the_published_intervals(successes, trials, low, high):
     assert wilson(successes, trials) == pytest.approx((low, high), abs=5e-5)
+    assert (wilson(0, 7)[0], wilson(7, 7)[1]) == (0.0, 1.0)
     assert wilson(trials - successes, trials) == pytest.approx((1 - high, 1 - low), abs=5e-5)
 
 

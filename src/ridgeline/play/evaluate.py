@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,8 @@ from ridgeline.play.rollout import GameResult, play_games
 from ridgeline.play.statistics import bootstrap, wilson
 
 GAMES_A_CALL = 8  # games that one call of the model decides in
-SILENCE_SECONDS = 600.0  # after which a process counts as hung
+SILENCE_SECONDS = 300.0  # after which a process counts as hung
+HEARTBEAT_SECONDS = 5.0
 COUNTS = ("wins", "ties", "ko", "ko_against")
 MEANS = ("margin", "dealt", "taken")
 
@@ -79,7 +81,7 @@ def evaluate(
         processes: of which each plays up to GAMES_A_CALL games at a time, with one thread.
         first_seed: of the games.
         device: where a checkpoint's policy computes, in every process.
-        timeout: seconds without a finished game after which a process counts as hung.
+        timeout: seconds without a decision after which a process counts as hung.
         on_game: called with every game as it ends; what it keeps outlives an error in a later game.
 
     Raises:
@@ -99,11 +101,12 @@ def evaluate(
     seeds = range(first_seed, first_seed + games)
     tasks = [_Task(load, seeds[at : at + GAMES_A_CALL], level, temperature) for at in range(0, games, GAMES_A_CALL)]
     names = [f"the games of seeds {task.seeds[0]} to {task.seeds[-1]}" for task in tasks]
-    results = []
-    for _, result in run_parallel(_play, tasks, processes=processes, timeout=timeout, names=names):
-        results.append(result)
+    results: list[GameResult] = []
+    for _, finished in run_parallel(_play, tasks, processes=processes, timeout=timeout, names=names):
+        results += finished
         if on_game:
-            on_game(result)
+            for result in finished:
+                on_game(result)
     if len(results) != games:
         raise WorkerError(f"{len(results)} of {games} games came back; this is a mistake of ridgeline, report it")
     return Evaluation(level=level, results=tuple(sorted(results, key=lambda result: result.seed)))
@@ -116,9 +119,14 @@ class _Task(NamedTuple):
     temperature: float
 
 
-def _play(task: _Task) -> Iterator[GameResult]:
+def _play(task: _Task) -> Iterator[list[GameResult]]:
+    """Finished games as they come, and an empty list now and then as a sign of life."""
     torch.set_num_threads(1)
-    return play_games(task.load(), task.seeds, level=task.level, temperature=task.temperature)
+    heard = time.monotonic()
+    for finished in play_games(task.load(), task.seeds, level=task.level, temperature=task.temperature):
+        if finished or time.monotonic() - heard > HEARTBEAT_SECONDS:
+            heard = time.monotonic()
+            yield finished
 
 
 def _figures(result: GameResult) -> dict[str, int]:

@@ -45,8 +45,10 @@ class GameResult:
     steps: int
 
 
-def play_games(player: Player, seeds: Sequence[int], *, level: int, temperature: float = 1.0) -> Iterator[GameResult]:
-    """Play one game a seed, all at once, and yield each result when its game ends.
+def play_games(
+    player: Player, seeds: Sequence[int], *, level: int, temperature: float = 1.0
+) -> Iterator[list[GameResult]]:
+    """Play one game a seed, all at once, and yield after every decision the results of the games that it ended.
 
     The same arguments give the same games on the same machine. The samples of all games come from one generator,
     seeded by the first seed, so another set of seeds gives other games.
@@ -73,8 +75,7 @@ def play_games(player: Player, seeds: Sequence[int], *, level: int, temperature:
         chosen = player.policy.act(batch, at_B, temperature=temperature, generator=generator).tolist()
         for seat, controller in zip(seats, chosen, strict=True):
             seat.hold(tuple(controller))
-            if seat.environment.done:
-                yield seat.result()
+        yield [seat.result() for seat in seats if seat.environment.done]
         seats = [seat for seat in seats if not seat.environment.done]
 
 

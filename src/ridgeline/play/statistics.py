@@ -15,7 +15,8 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     rate, weight = successes / trials, Z**2 / trials
     centre = (rate + weight / 2) / (1 + weight)
     half = Z / (1 + weight) * (rate * (1 - rate) / trials + weight / (4 * trials)) ** 0.5
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # at 0 and at 1 the bound is exact, which rounding would miss
+    return centre - half if successes else 0.0, centre + half if successes < trials else 1.0
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
