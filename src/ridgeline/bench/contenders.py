@@ -11,17 +11,19 @@ import math
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ridgeline.bench.peers import peer_model
 from ridgeline.bench.workloads import Workload
 from ridgeline.engine import TrainStep, find_precision
 from ridgeline.engine.capture import CudaCapture
 from ridgeline.engine.phases import END, Mark, Marks, measure, no_mark
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
-from ridgeline.models import Model, build
+from ridgeline.models import build
 from ridgeline.models.decoder import Attention
 from ridgeline.ops.attention.reference import skew
 from ridgeline.ops.dropout import DropoutState
@@ -42,6 +44,7 @@ class Contender:
         copies: half-precision copies of the weights instead of autocast.
         explicit: attention as matmul, softmax, matmul.
         ours: this package's own and no PyTorch baseline.
+        peer: another package's model, and no baseline either.
     """
 
     name: str
@@ -51,6 +54,12 @@ class Contender:
     copies: bool = False
     explicit: bool = False
     ours: bool = False
+    peer: str | None = None
+
+    @property
+    def baseline(self) -> bool:
+        """Whether it is PyTorch alone, so that "best PyTorch" may be this one."""
+        return not self.ours and self.peer is None
 
 
 CONTENDERS = {
@@ -62,6 +71,8 @@ CONTENDERS = {
         Contender(name="max-autotune", compile="max-autotune"),
         Contender(name="graph", capture=True),
         Contender(name="compile+graph", compile="default", capture=True),
+        Contender(name="transformers", compile="default", capture=True, peer="transformers"),
+        Contender(name="liger", capture=True, peer="liger"),
         Contender(name="best", capture=True, impl="fused", copies=True, ours=True),
     )
 }
@@ -81,7 +92,7 @@ def find_contender(asked: str) -> Contender:
         if variant not in VARIANTS:
             raise ConfigError(nearest(variant, VARIANTS, "variant of a contender"))
     contender = CONTENDERS[name]
-    if variants and contender.ours:
+    if variants and not contender.baseline:
         raise ConfigError(f"{name} has no variants; ask for it as {name!r}")
     return replace(
         contender, name=asked, copies=contender.copies or "copies" in variants, explicit="explicit" in variants
@@ -91,7 +102,7 @@ def find_contender(asked: str) -> Contender:
 class TorchStep:
     """A step as a PyTorch expert writes it: autocast, foreach clip, fused AdamW, optionally compiled or captured."""
 
-    def __init__(self, model: Model, contender: Contender, precision: str) -> None:
+    def __init__(self, model: nn.Module, contender: Contender, precision: str) -> None:
         self.model = model
         self.precision = find_precision(precision)
         self.device = next(model.parameters()).device
@@ -100,9 +111,10 @@ class TorchStep:
         )
         for group in self.optimizer.param_groups:
             group["capturable"] = contender.capture
-        self.loss: Callable[[dict[str, Tensor]], Tensor] = model.loss
+        plain = cast(Callable[[dict[str, Tensor]], Tensor], model.loss)
+        self.loss = plain
         if contender.compile is not None:
-            self.loss = torch.compile(model.loss, mode=contender.compile, dynamic=False)
+            self.loss = torch.compile(plain, mode=contender.compile, dynamic=False)
         self.capture = CudaCapture(self.device) if contender.capture else None
         self.replay: Callable[[], None] | None = None
         self.mark: Mark = no_mark
@@ -173,7 +185,10 @@ def build_step(contender: Contender, case: Workload, device: torch.device) -> St
     if contender.copies and not half and not contender.ours:
         raise UnsupportedError(f"{contender.name}: {case.precision} has no copies; ask for the plain contender")
     torch.manual_seed(0)
-    model = build(case.model, impl=contender.impl, seed=0).to(device).train()
+    model: nn.Module = (
+        peer_model(contender.peer, case) if contender.peer else build(case.model, impl=contender.impl, seed=0)
+    )
+    model = model.to(device).train()
     if contender.explicit:
         for module in model.modules():
             if isinstance(module, Attention):

@@ -92,7 +92,7 @@ def find_records(folder: str | Path) -> list[Record]:
 
 
 def _is_pytorch(result: ContenderResult) -> bool:
-    return result.name.split(":")[0] in CONTENDERS and not find_contender(result.name).ours
+    return result.name.split(":")[0] in CONTENDERS and find_contender(result.name).baseline
 
 
 def judge(goal: Goal, records: Sequence[Record]) -> Verdict:

@@ -1,0 +1,78 @@
+"""Peers compute the same model where they can express it, and say so where they cannot."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ridgeline.bench.peers import PEERS, peer_model
+from ridgeline.bench.workloads import random_batch, workload
+from ridgeline.errors import MissingExtraError, UnsupportedError
+from ridgeline.models import build
+
+CPU = torch.device("cpu")
+
+
+def small(name: str):
+    case = workload(name, batch=2, context=16)
+    decoder = replace(case.model.decoder, layers=2, width=64, heads=2, mlp_width=96)
+    return replace(case, model=replace(case.model, decoder=decoder))
+
+
+def test_transformers_gpt2_is_the_same_function():
+    pytest.importorskip("transformers", reason="the extra `peers` is not installed")
+    case = small("gpt2-c256")
+    ours, theirs = build(case.model, seed=0), peer_model("transformers", case)
+    inner = theirs.model.transformer
+    ours.tokens.weight.data.copy_(inner.wte.weight)
+    ours.decoder.positions.data.copy_(inner.wpe.weight)
+    ours.head.weight.data.copy_(theirs.model.lm_head.weight)
+    for mine, block in zip(ours.decoder.blocks, inner.h, strict=True):
+        for a, b in ((mine.norm_1, block.ln_1), (mine.norm_2, block.ln_2)):
+            a.load_state_dict(b.state_dict())
+        pairs = (
+            (mine.attention.qkv, block.attn.c_attn),
+            (mine.attention.out, block.attn.c_proj),
+            (mine.mlp.up, block.mlp.c_fc),
+            (mine.mlp.down, block.mlp.c_proj),
+        )
+        for a, b in pairs:  # its linear layers hold the transposed weight
+            a.weight.data.copy_(b.weight.t())
+            a.bias.data.copy_(b.bias)
+    ours.decoder.norm.load_state_dict(inner.ln_f.state_dict())
+    batch = random_batch(case, CPU)
+    torch.testing.assert_close(theirs.loss(batch), ours.loss(batch))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256"])
+def test_liger_is_the_same_function(name):
+    pytest.importorskip("liger_kernel", reason="the extra `peers` is not installed")
+    case = small(name)
+    ours, theirs = build(case.model, seed=0).cuda(), peer_model("liger", case).cuda()
+    batch = random_batch(case, torch.device("cuda"))
+    a, b = ours.loss(batch), theirs.loss(batch)
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    a.backward()
+    b.backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"), [("transformers", "fast-c256"), ("transformers", "hal-20m"), ("liger", "hal-5m")]
+)
+def test_what_a_peer_cannot_express(peer, name):
+    with pytest.raises(UnsupportedError, match=f"{peer}.* cannot express {name}"):
+        peer_model(peer, workload(name))
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, peer):
+    for module in ("transformers", "liger_kernel"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=r"ridgeline\[peers\]"):
+        peer_model(peer, small("gpt2-c256"))
