@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import struct
 import threading
 from collections.abc import Sequence
@@ -19,14 +20,18 @@ from ridgeline.ops._cuda.compiler import Cubin, Defines, build
 Argument = Tensor | int | float | bytes | None
 
 # kind of parameter → (struct code, size, alignment) in the kernel's parameter space
-_KINDS = {
-    "P": ("Q", 8, 8),
-    "q": ("q", 8, 8),
-    "i": ("i", 4, 4),
-    "I": ("I", 4, 4),
-    "f": ("f", 4, 4),
-    "M": ("128s", 128, 64),
-}
+_KINDS = {"P": ("Q", 8, 8), "q": ("q", 8, 8), "i": ("i", 4, 4), "I": ("I", 4, 4), "f": ("f", 4, 4)}
+
+
+def _kind(letter: str, number: str) -> tuple[str, int, int]:
+    if letter == "M":
+        size = 128 * int(number or 1)
+        return f"{size}s", size, 64
+    if letter == "B":
+        return f"{number}s", int(number), 16
+    return _KINDS[letter]
+
+
 _DEFAULT_SMEM = 48 * 1024
 
 
@@ -37,14 +42,16 @@ class Kernel:
 
         P  pointer: a tensor (its first element's address), None, or an address
         i  int          I  unsigned int          q  long long          f  float
-        M  `const __grid_constant__ TensorMap`: what `tensor_map` returns
+        M  `const __grid_constant__ TensorMap`: what `tensor_map` returns; M4: a struct of four, their bytes joined
+        B64  a struct of 64 bytes aligned to 16 (or of another size), as bytes
     """
 
     def __init__(self, handle: ctypes.c_void_p, name: str, kinds: str) -> None:
         self.name, self._handle = name, handle
         layout, offsets, position = "<", [], 0
-        for kind in kinds:
-            code, size, alignment = _KINDS[kind]
+        letters = re.findall(r"([A-Za-z])(\d*)", kinds)
+        for letter, number in letters:
+            code, size, alignment = _kind(letter, number)
             padding = -position % alignment
             layout += f"{padding}x{code}"
             offsets.append(position + padding)
@@ -53,7 +60,7 @@ class Kernel:
         self._buffer, self._start = driver.aligned_buffer(position)
         base = ctypes.addressof(self._buffer) + self._start
         self._parameters = (ctypes.c_void_p * len(offsets))(*[base + offset for offset in offsets])
-        self._pointers = [index for index, kind in enumerate(kinds) if kind == "P"]
+        self._pointers = [index for index, (letter, _) in enumerate(letters) if letter == "P"]
         self._smem_allowed: dict[int, int] = {}
         self._lock = threading.Lock()
         self._launch = driver.library().cuLaunchKernelEx

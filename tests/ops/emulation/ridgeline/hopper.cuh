@@ -212,6 +212,8 @@ RL_D u32 round_bf16(float value) {
 RL_D u32 pack_pair(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
 RL_D float pair_low(u32 pair) { return from_bits(pair << 16); }
 RL_D float pair_high(u32 pair) { return from_bits(pair & 0xffff0000u); }
+RL_D u16 pack_one(float value) { return static_cast<u16>(pack_pair(value, 0.f)); }
+RL_D float unpack_one(u16 value) { return pair_low(value); }
 RL_D float exp2_fast(float x) { return std::exp2(x); }
 RL_D float log2_fast(float x) { return std::log2(x); }
 RL_D float keep_float(float value, u32 mask) { return from_bits(as_bits(value) & mask); }
@@ -260,6 +262,9 @@ RL_D T& shared(u32 address) {
   return *reinterpret_cast<T*>(machine.smem.data() + address);
 }
 RL_D uint4 load_shared_16(u32 address) { return shared<uint4>(address); }
+RL_D uint2 load_shared_8(u32 address) { return shared<uint2>(address); }
+RL_D void store_shared_8(u32 address, u32 a, u32 b) { shared<uint2>(address) = {a, b}; }
+RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { shared<uint4>(address) = {a, b, c, d}; }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {

@@ -132,6 +132,7 @@ RL_D void wgmma_touch(float (&d)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+#define RL_REGISTERS_4 "%0, %1, %2, %3"
 #define RL_REGISTERS_16 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define RL_REGISTERS_32 RL_REGISTERS_16 ", " \
@@ -179,6 +180,7 @@ struct WgmmaRegisters;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(TRANSPOSED_B));         \
     }                                                                                                                 \
   };
+RL_WGMMA(8, 4, 4, 5, 6, 7, 8)
 RL_WGMMA(32, 16, 16, 17, 18, 19, 20)
 RL_WGMMA_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22)
 RL_WGMMA(64, 32, 32, 33, 34, 35, 36)

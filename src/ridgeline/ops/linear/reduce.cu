@@ -1,0 +1,81 @@
+// Many small sums in one launch: for each job, dst[r, c] (+)= Σ_s src[s, r, c] over shares s in a fixed order.
+//
+// A job with few shares (weight gradients) gives a thread four columns and all shares; one with many (column sums, one
+// row of partials a block) splits the shares among the block's warps and adds the warps' sums in order.
+#include "ridgeline/common.cuh"
+
+using namespace rl;
+
+constexpr int THREADS = 256, WARPS = THREADS / 32, MANY = 24;  // shares from which warps split them
+
+struct Job {
+  const float* src;
+  void* dst;
+  i64 share_step;                 // elements from one share to the next
+  int shares, rows, columns;
+  int src_row, dst_row;           // elements from one row to the next
+  int accumulate, half, blocks;   // add to dst; dst is 16-bit; blocks of this job
+};
+static_assert(sizeof(Job) == 56, "the host packs jobs");
+struct Jobs {
+  Job job[MAX_JOBS];
+};
+
+RL_D void put(const Job& job, i64 at, float value) {
+  if (job.half) {
+    u16* dst = static_cast<u16*>(job.dst) + at;
+    *dst = pack_one(value + (job.accumulate ? unpack_one(*dst) : 0.f));
+  } else {
+    float* dst = static_cast<float*>(job.dst) + at;
+    *dst = value + (job.accumulate ? *dst : 0.f);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs) {
+  __shared__ float sums[WARPS][32];
+  int block = blockIdx.x, which = 0;
+  while (block >= jobs.job[which].blocks) block -= jobs.job[which++].blocks;
+  const Job& job = jobs.job[which];
+#ifndef RL_EMULATED
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+#endif
+  if (job.shares < MANY) {
+    const int width = (job.columns + 3) / 4;
+    for (i64 quad = static_cast<i64>(block) * THREADS + threadIdx.x; quad < static_cast<i64>(job.rows) * width;
+         quad += static_cast<i64>(job.blocks) * THREADS) {
+      const int row = static_cast<int>(quad / width), column = static_cast<int>(quad % width) * 4;
+      const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
+      const int inside = job.columns - column < 4 ? job.columns - column : 4;
+      float total[4] = {0.f, 0.f, 0.f, 0.f};
+      if (inside == 4 && job.src_row % 4 == 0) {
+        for (int s = 0; s < job.shares; ++s) {
+          const float4 v = *reinterpret_cast<const float4*>(src + s * job.share_step);
+          total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
+        }
+      } else {
+        for (int s = 0; s < job.shares; ++s)
+          for (int e = 0; e < inside; ++e) total[e] += src[s * job.share_step + e];
+      }
+      for (int e = 0; e < inside; ++e) put(job, static_cast<i64>(row) * job.dst_row + column + e, total[e]);
+    }
+    return;
+  }
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = (job.columns + 31) / 32;
+  for (int piece = block; piece < job.rows * width; piece += job.blocks) {
+    const int row = piece / width, column = piece % width * 32 + lane;
+    const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
+    float total = 0.f;
+    if (column < job.columns)
+      for (int s = warp; s < job.shares; s += WARPS) total += src[s * job.share_step];
+    sums[warp][lane] = total;
+    __syncthreads();
+    if (warp == 0 && column < job.columns) {
+      for (int w = 1; w < WARPS; ++w) total += sums[w][lane];
+      put(job, static_cast<i64>(row) * job.dst_row + column, total);
+    }
+    __syncthreads();
+  }
+}

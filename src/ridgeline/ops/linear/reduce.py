@@ -1,0 +1,71 @@
+"""Many small sums over shares in one launch: the last stage of weight gradients and of every column sum."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+
+SOURCE = Path(__file__).parent / "reduce.cu"
+MAX_JOBS = 32
+THREADS = 256
+MANY = 24  # shares from which a block's warps split them, as in the kernel
+_JOB = struct.Struct("<QQqiiiiiiii")
+
+
+class Job(NamedTuple):
+    """dst (+)= Σ over the first axis of `shares`.
+
+    Attributes:
+        shares_SRC: fp32 [S, R, C], last stride 1; a column sum's partials [P, C] come as [P, 1, C].
+        dst_RC: fp32 or the activations' 16-bit dtype, [R, C], last stride 1.
+        accumulate: add to dst instead of overwriting it.
+    """
+
+    shares_SRC: Tensor
+    dst_RC: Tensor
+    accumulate: bool = False
+
+
+def _blocks(S: int, R: int, C: int) -> int:
+    if S < MANY:
+        return max(1, min(R * ((C + 3) // 4) // THREADS, 128))
+    return R * ((C + 31) // 32)
+
+
+def pack(jobs: Sequence[Job]) -> tuple[bytes, int]:
+    """The kernel's parameter, and the number of blocks."""
+    packed, grid = b"", 0
+    for shares_SRC, dst_RC, accumulate in jobs:
+        S, R, C = shares_SRC.shape
+        if shares_SRC.dtype != torch.float32 or shares_SRC.stride(2) != 1 or dst_RC.stride(-1) != 1:
+            raise ValueError(f"shares must be float32 with contiguous columns, got {shares_SRC.dtype}")
+        if tuple(dst_RC.shape) != (R, C):
+            raise ValueError(f"destination must have shape {(R, C)}, got {tuple(dst_RC.shape)}")
+        blocks = _blocks(S, R, C)
+        packed += _JOB.pack(
+            shares_SRC.data_ptr(), dst_RC.data_ptr(), shares_SRC.stride(0), S, R, C, shares_SRC.stride(1),
+            dst_RC.stride(0), int(accumulate), int(dst_RC.dtype != torch.float32), blocks,
+        )  # fmt: skip
+        grid += blocks
+    return packed.ljust(MAX_JOBS * _JOB.size, b"\0"), grid
+
+
+def reduce_raw(jobs: Sequence[Job], *, early: bool = False) -> None:
+    """Run up to 32 jobs in one launch; bitwise the same on every run.
+
+    Raises:
+        ValueError: more than 32 jobs, or a job whose tensors do not fit together.
+    """
+    if len(jobs) > MAX_JOBS:
+        raise ValueError(f"at most {MAX_JOBS} sums fit one launch, got {len(jobs)}")
+    packed, grid = pack(jobs)
+    fp16 = any(job.dst_RC.dtype == torch.float16 for job in jobs)
+    kernel = cuda.load(SOURCE, {"MAX_JOBS": MAX_JOBS, "RL_FP16": int(fp16)}).kernel("reduce", f"B{len(packed)}")
+    kernel.launch((grid,), THREADS, 0, (packed,), early=early)

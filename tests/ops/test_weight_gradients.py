@@ -1,0 +1,171 @@
+"""Grouped weight gradients and the sums that finish them: whole kernels on the host, plans, compilation, the card."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
+from ridgeline.ops.linear import reduce, wgrad
+from ridgeline.ops.linear.reduce import Job
+from ridgeline.ops.linear.wgrad import Gradient, share_out
+
+EMULATION = Path(__file__).parent / "emulation"
+WGRAD = """#include "wgrad_sm90.cu"
+extern "C" const char* run(const FourMaps* dy, const FourMaps* x, const Share* shares, float* tiles, float* bias,
+                           int grid, int random, int late) {
+  return emulation::launch(grid, 384, random, late, [=] { weight_gradients(*dy, *x, shares, tiles, bias); });
+}
+"""
+REDUCE = """#include "ridgeline/hopper.cuh"
+#define __shared__ static
+#include "reduce.cu"
+extern "C" const char* run(const Jobs* jobs, int grid, int random) {
+  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs); });
+}
+"""
+
+
+class Map(ctypes.Structure):
+    """The emulation's TensorMap."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("stride", ctypes.c_uint64 * 4),
+        ("extent", ctypes.c_uint32 * 4),
+        ("box", ctypes.c_uint32 * 4),
+        ("swizzle", ctypes.c_uint32),
+        ("unused", ctypes.c_uint8 * 52),
+    )
+
+
+def tensor_map(x: Tensor) -> Map:
+    return Map(
+        x.data_ptr(),
+        (ctypes.c_uint64 * 4)(*x.stride()[::-1], 0, 0),
+        (ctypes.c_uint32 * 4)(*x.shape[::-1], 1, 1),
+        (ctypes.c_uint32 * 4)(64, 64, 1, 1),
+        128,
+    )
+
+
+def compiled(folder: Path, name: str, source: str, macros: dict[str, int]) -> ctypes.CDLL:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler (g++ or clang++)")
+    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    file.write_text(source, encoding="utf-8")
+    paths = [f"-I{path}" for path in (EMULATION, wgrad.SOURCE.parent, INCLUDE_DIRECTORY)]
+    flags = [f"-D{key}={value}" for key, value in macros.items()]
+    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
+    subprocess.run([compiler, *options, *flags, *paths, file, "-o", library], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.run.restype = ctypes.c_char_p
+    return loaded
+
+
+def pointer(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def run_jobs(folder: Path, jobs: list[Job]) -> None:
+    packed, grid = reduce.pack(jobs)
+    library = compiled(folder, "reduce", REDUCE, {"MAX_JOBS": reduce.MAX_JOBS})
+    assert library.run(ctypes.create_string_buffer(packed), grid, 1) is None
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_whole_kernels_match_float64(tmp_path: Path, late: bool) -> None:
+    torch.manual_seed(0)
+    N, shapes = 300, [(136, 130, True), (64, 130, False), (33, 77, True)]
+    normal = lambda width: torch.randn(N, -(-width // 8) * 8).bfloat16()[:, :width]  # noqa: E731
+    gradients = [
+        Gradient(normal(M), normal(K), torch.randn(M, K), torch.randn(M) if bias else None) for M, K, bias in shapes
+    ]
+    before = [(g.dweight_MK.clone(), None if g.dbias_M is None else g.dbias_M.clone()) for g in gradients]
+    tile_n = wgrad.tile_width([130])
+    plan = share_out(shapes, -(-N // 64), tile_n, blocks=9)
+    assert plan.parts == 2
+    tiles, sums = torch.full((plan.tiles[-1],), float("nan")), torch.full((plan.sums[-1],), float("nan"))
+    maps = [(Map * 4)(*map(tensor_map, side)) for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])]
+    library = compiled(tmp_path, "wgrad", WGRAD, {"TILE_N": tile_n, "STAGES": 3})
+    fault = library.run(
+        ctypes.byref(maps[0]), ctypes.byref(maps[1]), pointer(plan.shares), pointer(tiles), pointer(sums),
+        len(plan.shares), 3, int(late),
+    )  # fmt: skip
+    assert fault is None
+    run_jobs(tmp_path, wgrad.jobs_of(gradients, plan, tiles, sums, accumulate=True))
+    for gradient, (weight, bias) in zip(gradients, before, strict=True):
+        dy, x = gradient.dy_NM.double(), gradient.x_NK.double()
+        torch.testing.assert_close(gradient.dweight_MK.double(), dy.t() @ x + weight.double(), rtol=1e-4, atol=1e-3)
+        if bias is not None:
+            torch.testing.assert_close(gradient.dbias_M.double(), dy.sum(0) + bias.double(), rtol=1e-4, atol=1e-3)
+
+
+def test_sums_of_few_and_of_many_shares(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    few, many, odd = torch.randn(3, 9, 36), torch.randn(100, 1, 70), torch.randn(30, 2, 5)
+    out = [torch.full((9, 36), float("nan")), torch.randn(1, 70).bfloat16(), torch.full((2, 7), float("nan"))[:, :5]]
+    kept = out[1].clone()
+    run_jobs(tmp_path, [Job(few, out[0]), Job(many, out[1], True), Job(odd, out[2])])
+    torch.testing.assert_close(out[0], few.sum(0))
+    torch.testing.assert_close(out[1], (kept.float() + many.sum(0)).bfloat16())
+    torch.testing.assert_close(out[2], odd.sum(0))
+
+
+def test_a_block_at_width_256_fills_the_card() -> None:
+    plan = share_out([(768, 256, True), (256, 256, False), (1024, 256, True), (256, 1024, False)], 128, 256, 132)
+    assert len(plan.shares) == 120
+    chunks = plan.shares[:, 4]
+    assert int(chunks.sum()) == 24 * 128
+    assert int(chunks.max()) <= 26
+
+
+def test_bad_jobs_are_refused() -> None:
+    with pytest.raises(ValueError, match="destination must have shape"):
+        reduce.pack([Job(torch.randn(3, 2, 4), torch.randn(2, 5))])
+    with pytest.raises(ValueError, match="at most 32 sums"):
+        reduce.reduce_raw([Job(torch.randn(3, 2, 4), torch.randn(2, 4))] * 33)
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+def test_compiles_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    for tile_n in (64, 128, 256):
+        cubin = cuda.build(wgrad.SOURCE, {"TILE_N": tile_n, "STAGES": wgrad.stages(tile_n), "RL_FP16": 0})
+        assert cubin.resources()["weight_gradients"].spill_loads == 0
+        assert "C75" not in cubin.log
+    for arch in ("sm_80", "sm_90a", "sm_120"):
+        cubin = cuda.build(reduce.SOURCE, {"MAX_JOBS": reduce.MAX_JOBS, "RL_FP16": 0}, arch)
+        assert cubin.resources()["reduce"].spill_loads == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N", [8192, 1000])
+def test_weight_gradients_on_the_card(dtype: torch.dtype, N: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(2)
+    shapes = [(768, 256, True), (256, 256, False), (1024, 256, True), (256, 1024, False)]
+    normal = lambda *s: torch.randn(*s, device="cuda").to(dtype)  # noqa: E731
+    nan = lambda *s: torch.full(s, float("nan"), device="cuda")  # noqa: E731
+    gradients = [Gradient(normal(N, M), normal(N, K), nan(M, K), nan(M) if bias else None) for M, K, bias in shapes]
+    partials, extra = torch.randn(264, 1, 512, device="cuda"), nan(1, 512)
+    for _ in range(2):
+        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)], early=True)
+    first = [g.dweight_MK.clone() for g in gradients]
+    wgrad.weight_gradients_raw(gradients)
+    torch.testing.assert_close(extra, partials.sum(0))
+    for gradient, again in zip(gradients, first, strict=True):
+        dy, x = gradient.dy_NM.double(), gradient.x_NK.double()
+        truth = dy.t() @ x
+        assert (gradient.dweight_MK.double() - truth).norm() < 1e-5 * truth.norm()
+        assert torch.equal(gradient.dweight_MK, again)
+        if gradient.dbias_M is not None:
+            assert (gradient.dbias_M.double() - dy.sum(0)).norm() < 1e-5 * dy.sum(0).norm()
