@@ -67,6 +67,9 @@ class Plan:
             raise ConfigError(f"a run needs an even number of rounds and ≥ 2 steps, got {self.rounds} and {self.steps}")
 
 
+CPU_PLAN = Plan(rounds=4, steps=5, warm_s=5.0, phases=3)
+
+
 class WorkerProcess:
     """A contender's process as the parent sees it."""
 
@@ -302,7 +305,7 @@ def run_bench(case: Workload, contenders: Sequence[str], device: torch.device, p
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"name one or more different contenders, got {', '.join(names) or 'none'}")
     watch = monitor(device)
-    bench = _Bench(case, device, plan or Plan(), watch)
+    bench = _Bench(case, device, plan or (Plan() if device.type == "cuda" else CPU_PLAN), watch)
     before = watch.read() if watch else None
     anchors = [name for name in ANCHORS if name in names]
     others = [name for name in names if name not in anchors]
