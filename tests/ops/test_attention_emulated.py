@@ -33,7 +33,7 @@ BACKWARD = """#include "backward.cu"
 extern "C" const char* run(const rl::TensorMap* m, const float* lse, rl::u16* dq, rl::u16* dk, rl::u16* dv,
                            float* dk_heads, float* dv_heads, float* parts, float* carry, const rl::i64* seed_step,
                            const int* n, float scale, float kept, unsigned threshold, int grid, int random, int late) {
-  return emulation::launch(grid, 384, random, late, [=] {
+  return emulation::launch(grid, rl::THREADS, random, late, [=] {
     attention_backward(m[0], m[1], m[2], m[3], m[4], m[5], lse, dq, dk, dv, dk_heads, dv_heads, parts, carry, seed_step,
                        n[0], n[1], n[2], n[3], n[4], n[5], n[6], scale, kept, n[7], n[8], threshold);
   });

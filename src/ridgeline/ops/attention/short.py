@@ -176,6 +176,16 @@ def workspace_size(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> i
     return _workspace(q_BTHD, k_BTGD, table_RD).total
 
 
+def _backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
+    """Threads and bytes of shared memory of a backward thread block: the sums of cuda/schedule.cuh."""
+    tile, square = 128 * D, 64 * 128
+    pairs = 5 if blocks == 4 and D == 64 else 2 * blocks
+    smem = (2 * pairs + 1) * tile + 2 * square + 8 * (2 * blocks + 17)
+    if relative:
+        smem += blocks * tile + 2 * square + blocks * 256 * D + 512
+    return (512 if relative else 384), smem
+
+
 def backward(
     d_out_BTHD: Tensor,
     q_BTHD: Tensor,
@@ -215,9 +225,6 @@ def backward(
     defines = _defines(q_BTHD, table_RD, drop) | {"RL_GROUPED": int(grouped)}
     blocks = defines["ROW_BLOCKS"]
     kernel = cuda.load(_SOURCES / "backward.cu", defines).kernel("attention_backward", _BACKWARD_KINDS)
-    tile, square = 128 * D, 8192
-    relative = table_RD is not None
-    smem = (4 + relative) * blocks * tile + tile + (4 + 2 * relative) * square + 8 * (2 * blocks + 13)
     kv_pitch = _pitch("dk", dk_BTGD)
     if _pitch("dv", dv_BTGD) != kv_pitch:
         raise UnsupportedError(f"dk and dv must have one row pitch, got {kv_pitch} and {_pitch('dv', dv_BTGD)}")
@@ -229,7 +236,8 @@ def backward(
         table, carry, drop.seed_step, T, table_RD.shape[0] if table_RD is not None else 0, H, H // G, B * H,
         _pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
-    kernel.launch((grid,), 384, smem, arguments)
+    threads, smem = _backward_block(blocks, D, table_RD is not None)
+    kernel.launch((grid,), threads, smem, arguments)
     reduce = cuda.load(_SOURCES / "reduce.cu", {"HEAD_WIDTH": D, "RL_FP16": defines["RL_FP16"]})
     if d_table_RD is not None:
         reduce.kernel("table_gradient", "PPiii").launch(

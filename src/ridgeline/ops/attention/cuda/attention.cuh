@@ -44,10 +44,10 @@ RL_D u32 afresh(u32 value) {
   return value;
 }
 
-// d[64, 64] = a · bᵀ of two tiles
-RL_D void multiply_tiles(float (&d)[32], u32 a, u32 b) {
+// d[64, 64] (+)= a · bᵀ of two tiles
+RL_D void multiply_tiles(float (&d)[32], u32 a, u32 b, bool fresh) {
 #pragma unroll
-  for (int k = 0; k < D / 16; ++k) wgmma<64, 0, 0>(d, operand<ROW>(a + 2 * k), operand<ROW>(b + 2 * k), k > 0);
+  for (int k = 0; k < D / 16; ++k) wgmma<64, 0, 0>(d, operand<ROW>(a + 2 * k), operand<ROW>(b + 2 * k), k > 0 || !fresh);
 }
 // d[64, D] (+)= square · tile
 RL_D void multiply_square(float (&d)[D / 2], u32 square, u32 tile, bool fresh) {
@@ -143,23 +143,23 @@ RL_D void take_keys(Band& band, u32& first, const u32 (&pairs)[16], const Shift&
   }
   first = pairs[1];
 }
-template <int WARP_INDEX>
-RL_D void unskew_rows(u32 (&g)[16], const Band& band, const Shift& shift) {
+template <int START>
+RL_D void shift_band_from(u32 (&pairs)[16], const Band& band, const Shift& shift) {
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
-    constexpr int START = 2 * WARP_INDEX;
     const u32 a = shift.even(band.even[START + n], band.even[START + n + 1]);
     const u32 b = shift.uneven(band.uneven[START + n], band.uneven[START + n + 1]);
-    g[2 * n] = permute<0x5410>(a, b), g[2 * n + 1] = permute<0x7632>(a, b);
+    pairs[2 * n] = permute<0x5410>(a, b), pairs[2 * n + 1] = permute<0x7632>(a, b);
   }
 }
-// The gradient of Q·windowᵀ, packed along columns, from the band of the key blocks on both sides of the window.
-RL_D void unskew(u32 (&g)[16], const Band& band, const Shift& shift, int warp) {
+// The band's columns from tile 2 · warp on, shifted and packed along columns. From the key blocks on both sides of a window
+// to the gradient of Q·windowᵀ; and with 3 - warp for `warp`, from windows to relative scores.
+RL_D void shift_band(u32 (&pairs)[16], const Band& band, const Shift& shift, int warp) {
   switch (warp) {
-    case 0: unskew_rows<0>(g, band, shift); break;
-    case 1: unskew_rows<1>(g, band, shift); break;
-    case 2: unskew_rows<2>(g, band, shift); break;
-    default: unskew_rows<3>(g, band, shift);
+    case 0: shift_band_from<0>(pairs, band, shift); break;
+    case 1: shift_band_from<2>(pairs, band, shift); break;
+    case 2: shift_band_from<4>(pairs, band, shift); break;
+    default: shift_band_from<6>(pairs, band, shift);
   }
 }
 

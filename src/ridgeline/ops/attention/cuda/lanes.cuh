@@ -12,6 +12,7 @@ RL_D void sync_warp() { __syncwarp(); }
 RL_D void sync_block() { __syncthreads(); }
 RL_D int warp_uniform(int value) { return __shfl_sync(FULL, value, 0); }
 RL_D u32 as_bits(float value) { return __float_as_uint(value); }
+RL_D float from_bits(u32 bits) { return __uint_as_float(bits); }
 
 // Bytes picked by the nibbles of SELECT; 8 added to a nibble spreads that byte's sign bit over the byte.
 template <u32 SELECT>
@@ -30,6 +31,17 @@ RL_D uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
+}
+RL_D uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+RL_D void store_shared_8(u32 address, u32 a, u32 b) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }

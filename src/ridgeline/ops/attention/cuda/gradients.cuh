@@ -1,0 +1,151 @@
+// Two warpgroups of the backward kernel: `keys`, with dK and dV, and `queries`, with dQ and dE.
+#pragma once
+#include "schedule.cuh"
+
+namespace rl {
+
+// ---- keys
+RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, float (&dk)[D / 2], float (&dv)[D / 2]) {
+  const int row = 64 * j + 16 * p.warp, rows = a.T - row;
+  const float kept = a.kept, scale = a.gradient_scale;
+#if RL_GROUPED  // one gradient for each query head; a second kernel sums them
+  const i64 at = (static_cast<i64>(head.unit) * a.T + row) * D + 2 * (p.lane & 3);
+  const int r = p.lane >> 2;
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (r + 8 * h < rows) {
+        const i64 here = at + (r + 8 * h) * D + 8 * n;
+        store_global_8(a.dk_heads + here, as_bits(dk[4 * n + 2 * h] * scale), as_bits(dk[4 * n + 2 * h + 1] * scale));
+        store_global_8(a.dv_heads + here, as_bits(dv[4 * n + 2 * h] * kept), as_bits(dv[4 * n + 2 * h + 1] * kept));
+      }
+#else
+  const i64 at = (static_cast<i64>(head.batch) * a.T + row) * a.kv_pitch + head.index * D;
+  store_rows(a.dk + at, a.kv_pitch, dk, scale, scale, rows, p.lane);
+  store_rows(a.dv + at, a.kv_pitch, dv, kept, kept, rows, p.lane);
+#endif
+}
+// Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
+RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 phase) {
+  const Copies copies = copies_after(n);
+  const int for_unit = copies.next_head ? unit + gridDim.x : unit;
+  if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
+  barrier_wait(p.barrier(STAGE_EMPTY), phase);
+  const Head head(a, for_unit);
+  if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
+  if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
+}
+RL_D void run_keys(const Arguments& a, const Place& p) {
+  float dk[OPEN_KEYS][D / 2], dv[OPEN_KEYS][D / 2];
+  u32 done = 0;
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < a.heads_in_all; unit += gridDim.x, ++done) {
+#pragma unroll
+    for (int n = 0; n < SQUARES; ++n) {
+      const Square q = square_at(n);
+      const int slot = q.j % OPEN_KEYS;
+      const u32 phase = (done * SQUARES + n) & 1;
+      if (opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
+      barrier_wait(p.barrier(STAGE_FULL), phase);
+      const u32 operands = p.operands(), queries = operands + queries_operand(q.i);
+      wgmma_fence();
+      multiply_square_transposed(dv[slot], operands + units(P_AT), queries + SECOND, opens_keys(n));
+      multiply_square_transposed(dk[slot], operands + units(DS_AT), queries, opens_keys(n));
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_touch(dv[slot]);
+      wgmma_touch(dk[slot]);
+      arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
+      if (p.warp == 0 && p.lane == 0) copy_after(a, p, unit, n, phase);
+      sync_warp();
+      if (q.i == q.j) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
+    }
+  }
+}
+
+// ---- queries
+// dq += G·window, and the window's dE, kept in shared memory by the thread that holds it, += Gᵀ·Q.
+RL_D void add_window_gradient(float (&dq)[D / 2], const Place& p, int i, int window, u32 count) {
+  barrier_wait(p.barrier(G_FULL), count & 1);
+  const u32 operands = p.operands(), g = operands + units(G_AT);
+  float de[D / 2];
+  wgmma_fence();
+  multiply_square(dq, g, operands + units(WINDOWS_AT + window * TILE), false);
+  multiply_square_transposed(de, g, operands + queries_operand(i), true);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_touch(dq);
+  wgmma_touch(de);
+  arrive_for_warp(p.barrier(G_EMPTY), p.lane);
+  const u32 at = p.smem + DE_AT + window * WINDOW_SUM + 16 * (32 * p.warp + p.lane);
+#pragma unroll
+  for (int x = 0; x < D / 8; ++x) {
+    const uint4 sum = load_shared_16(at + 2048 * x);
+    store_shared_16(at + 2048 * x, as_bits(from_bits(sum.x) + de[4 * x]), as_bits(from_bits(sum.y) + de[4 * x + 1]),
+                    as_bits(from_bits(sum.z) + de[4 * x + 2]), as_bits(from_bits(sum.w) + de[4 * x + 3]));
+  }
+}
+RL_D void store_query_rows(const Arguments& a, const Place& p, Head head, int i, const float (&dq)[D / 2]) {
+  const int row = 64 * i + 16 * p.warp;
+  store_rows(a.dq + (static_cast<i64>(head.batch) * a.T + row) * a.q_pitch + head.index * D, a.q_pitch, dq,
+             a.gradient_scale, a.gradient_scale, a.T - row, p.lane);
+}
+// dE of this block to its part of device memory, by distance.
+RL_D void store_table_part(const Arguments& a, const Place& p) {
+#pragma unroll 1
+  for (int w = 0; w < BLOCKS; ++w)
+#pragma unroll
+    for (int n = 0; n < D / 8; ++n) {
+      const uint4 sum = load_shared_16(p.smem + DE_AT + w * WINDOW_SUM + 2048 * n + 16 * (32 * p.warp + p.lane));
+      const int distance = 64 * w + 63 - (16 * p.warp + (p.lane >> 2));
+      float* to = a.d_table_parts + (static_cast<i64>(blockIdx.x) * (64 * BLOCKS) + distance) * D + 8 * n + 2 * (p.lane & 3);
+      store_global_8(to, as_bits(from_bits(sum.x) * a.gradient_scale), as_bits(from_bits(sum.y) * a.gradient_scale));
+      store_global_8(to - 8 * D, as_bits(from_bits(sum.z) * a.gradient_scale), as_bits(from_bits(sum.w) * a.gradient_scale));
+    }
+}
+RL_D void run_queries(const Arguments& a, const Place& p) {
+  float dq[D / 2];
+  float4* carry = reinterpret_cast<float4*>(a.carry) + blockIdx.x * (16 * D) + 32 * p.warp + p.lane;
+  u32 squares = 0, windows = 0, done = 0;
+  if (RELATIVE) {
+#pragma unroll 1
+    for (int x = 0; x < BLOCKS * (D / 8); ++x) store_shared_16(p.smem + DE_AT + 2048 * x + 16 * (32 * p.warp + p.lane), 0, 0, 0, 0);
+    barrier_wait(p.barrier(TABLE_FULL), 0);
+  }
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < a.heads_in_all; unit += gridDim.x, ++done) {
+#pragma unroll 1
+    for (int n = 0; n < SQUARES; ++n, ++squares) {
+      const Square q = square_at(n);
+      if (RELATIVE && opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
+      if (opens_keys(n)) barrier_wait(p.barrier(KEYS_FULL + q.j), done & 1);
+      barrier_wait(p.barrier(STAGE_FULL), squares & 1);
+      const u32 operands = p.operands();
+      wgmma_fence();
+      multiply_square(dq, operands + units(DS_AT), operands + keys_operand(q.j), q.first);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_touch(dq);
+      if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
+      if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
+      arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
+      if (q.last && q.j > 0) {
+#pragma unroll
+        for (int x = 0; x < D / 8; ++x) carry[128 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
+      } else if (q.last) {
+        if (SPLIT && q.i == BLOCKS - 1) {
+#pragma unroll
+          for (int x = 0; x < D / 8; ++x) {
+            const float4 before = carry[128 * x];
+            dq[4 * x] += before.x, dq[4 * x + 1] += before.y, dq[4 * x + 2] += before.z, dq[4 * x + 3] += before.w;
+          }
+        }
+        store_query_rows(a, p, Head(a, unit), q.i, dq);
+      }
+    }
+  }
+  if (RELATIVE) store_table_part(a, p);
+}
+
+}  // namespace rl

@@ -1,0 +1,152 @@
+// The plan of the backward kernel: the order of a head's squares, where tiles lie in shared memory, and the barriers.
+//
+// The order keeps at most OPEN_KEYS key blocks open, so that their dK and dV fit in registers. At D = 64 and four row
+// blocks that splits the last query block's squares into two visits. Within a visit, keys go down from the diagonal.
+#pragma once
+#include "attention.cuh"
+
+namespace rl {
+
+constexpr int OPEN_KEYS = D == 64 ? 2 : 4;
+constexpr bool SPLIT = BLOCKS == 4 && OPEN_KEYS == 2;
+constexpr int SQUARES = BLOCKS * (BLOCKS + 1) / 2;
+// Whether `scores` starts the next square before this one's P and dS are stored, and `relative` carries gradients back one
+// square behind: not with one block, whose next copies wait for both.
+constexpr bool AHEAD = BLOCKS > 1, BEHIND = BLOCKS > 1;
+
+struct Square {
+  int i, j;          // blocks of 64 queries and of 64 keys
+  bool first, last;  // of a visit to the query block
+};
+RL_HD constexpr u64 square_bits(int i, int j, bool first, bool last) { return i | j << 2 | (first ? 16 : 0) | (last ? 32 : 0); }
+RL_HD constexpr u64 make_order() {  // 6 bits a square
+  u64 order = 0;
+  int n = 0;
+  if (SPLIT) {
+    constexpr int VISITS[5][3] = {{3, 3, 2}, {2, 2, 0}, {3, 1, 0}, {1, 1, 0}, {0, 0, 0}};
+    for (int v = 0; v < 5; ++v)
+      for (int j = VISITS[v][1]; j >= VISITS[v][2]; --j)
+        order |= square_bits(VISITS[v][0], j, j == VISITS[v][1], j == VISITS[v][2]) << (6 * n++);
+  } else {
+    for (int i = BLOCKS - 1; i >= 0; --i)
+      for (int j = i; j >= 0; --j) order |= square_bits(i, j, j == i, j == 0) << (6 * n++);
+  }
+  return order;
+}
+constexpr u64 ORDER = make_order();
+RL_HD constexpr Square square_at(int n) {
+  const int bits = static_cast<int>(ORDER >> (6 * n)) & 63;
+  return {bits & 3, bits >> 2 & 3, (bits & 16) != 0, (bits & 32) != 0};
+}
+// Whether square n is the first of its key block (its last one is always the diagonal), or the first or last of its
+// query block.
+RL_HD constexpr bool opens_keys(int n) {
+  for (int m = 0; m < n; ++m)
+    if (square_at(m).j == square_at(n).j) return false;
+  return true;
+}
+RL_HD constexpr bool opens_queries(int n) {
+  for (int m = 0; m < n; ++m)
+    if (square_at(m).i == square_at(n).i) return false;
+  return true;
+}
+RL_HD constexpr bool closes_queries(int n) {
+  for (int m = n + 1; m < SQUARES; ++m)
+    if (square_at(m).i == square_at(n).i) return false;
+  return true;
+}
+
+// Tiles come in pairs: Q and dO of a query block, K and V of a key block. With four row blocks at D = 64 five slots for
+// pairs serve eight pairs in turn: 0 Q3 · 1 K0 · 2 K3 then K1 · 3 K2 then Q1 · 4 Q2 then Q0. Otherwise each has its own.
+constexpr int PAIR = 2 * TILE, PAIRS = SPLIT ? 5 : 2 * BLOCKS;
+RL_HD constexpr int query_slot(int i) { return SPLIT ? (0x0434 >> (4 * i) & 15) : i; }
+RL_HD constexpr int key_slot(int j) { return SPLIT ? (0x2321 >> (4 * j) & 15) : BLOCKS + j; }
+// What is copied once square n is done with: a query and a key block (-1 for none), of this head or of the next one.
+struct Copies {
+  int queries, keys;
+  bool next_head;
+};
+RL_HD constexpr Copies copies_after(int n) {
+  if (SPLIT) {
+    constexpr Copies PLAN[10] = {{-1, 1, false}, {-1, -1, false}, {1, -1, false}, {-1, -1, false}, {0, -1, false},
+                                 {-1, -1, false}, {3, -1, true}, {-1, 3, true}, {-1, 2, true}, {2, 0, true}};
+    return PLAN[n];
+  }
+  const Square q = square_at(n);
+  return {closes_queries(n) ? q.i : -1, q.i == q.j ? q.j : -1, true};
+}
+// Whether a block is copied before the first square of a first head.
+RL_HD constexpr bool queries_at_start(int i) { return !SPLIT || i >= 2; }
+RL_HD constexpr bool keys_at_start(int j) { return !SPLIT || j != 1; }
+
+constexpr int WINDOWS_AT = 0;                                                    // of the table, window 0 first
+constexpr int PAIRS_AT = WINDOWS_AT + (RELATIVE ? BLOCKS * TILE : 0), O_AT = PAIRS_AT + PAIRS * PAIR;
+constexpr int P_AT = O_AT + TILE, DS_AT = P_AT + SQUARE, G_AT = DS_AT + SQUARE;  // G: gradient of a window of Q·Eᵀ
+constexpr int R_AT = G_AT + (RELATIVE ? SQUARE : 0);                             // the relative scores of a square
+constexpr int DE_AT = R_AT + (RELATIVE ? SQUARE : 0), WINDOW_SUM = 64 * D * 4;   // dE in fp32, a window after the other
+constexpr int ROWS_AT = DE_AT + (RELATIVE ? BLOCKS * WINDOW_SUM : 0);            // log-sum-exp and delta of 64 rows
+constexpr int BARRIERS_AT = ROWS_AT + (RELATIVE ? 64 * 8 : 0);
+enum Barrier {
+  QUERIES_FULL = 0,                   // a block's pair
+  KEYS_FULL = QUERIES_FULL + BLOCKS,
+  O_FULL = KEYS_FULL + BLOCKS,        // a warp's 16 rows of O
+  R_FULL = O_FULL + 4,                // a warp's 16 rows of R, and lse and delta where a visit begins
+  R_EMPTY = R_FULL + 4,
+  TABLE_FULL = R_EMPTY + 4,
+  STAGE_FULL, STAGE_EMPTY,            // P and dS
+  G_FULL, G_EMPTY,
+  BARRIERS
+};
+RL_HD constexpr int arrivals(int barrier) {  // one arrival a warp, or one copy
+  return barrier < STAGE_FULL ? 1 : barrier == STAGE_EMPTY ? (RELATIVE ? 12 : 8) : 4;
+}
+constexpr int THREADS = RELATIVE ? 512 : 384;
+
+struct Arguments {
+  const TensorMap *q, *k, *v, *o, *d_o, *table;
+  const float* lse;
+  u16 *dq, *dk, *dv;
+  float *dk_heads, *dv_heads, *d_table_parts, *carry;
+  const i64* seed_step;
+  int T, heads, heads_per_group, heads_in_all, q_pitch, kv_pitch;
+  float scale, kept, kept_inverse, gradient_scale;  // kept: what a kept probability is multiplied by; scale · kept
+  u32 site, stream, threshold;
+};
+struct Head {
+  int unit, batch, index;
+  RL_D Head(const Arguments& a, int unit) : unit(unit), batch(unit / a.heads), index(unit - batch * a.heads) {}
+};
+struct Place {  // of a thread
+  u32 smem;
+  int warp, lane;  // in the warpgroup
+  RL_D u32 barrier(int index) const { return smem + BARRIERS_AT + 8 * index; }
+  RL_D u32 operands() const { return afresh(operand_at(smem)); }
+  RL_D u32 queries(int i) const { return smem + PAIRS_AT + query_slot(i) * PAIR; }
+};
+RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
+RL_HD constexpr u32 queries_operand(int i) { return units(PAIRS_AT) + query_slot(i) * units(PAIR); }
+RL_HD constexpr u32 keys_operand(int j) { return units(PAIRS_AT) + key_slot(j) * units(PAIR); }
+constexpr u32 SECOND = units(TILE);  // dO after Q, V after K
+
+// One lane of a warp speaks for it, once all lanes are done.
+RL_D void arrive_for_warp(u32 barrier, int lane) {
+  sync_warp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+
+// Copies, one thread
+RL_D void load_queries(const Arguments& a, const Place& p, Head head, int i) {
+  const u32 barrier = p.barrier(QUERIES_FULL + i), to = p.queries(i);
+  barrier_expect(barrier, PAIR);
+  copy_4d(to, a.q, 0, head.index, 64 * i, head.batch, barrier);
+  copy_4d(to + TILE, a.d_o, 0, head.index, 64 * i, head.batch, barrier);
+}
+RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {
+  const u32 barrier = p.barrier(KEYS_FULL + j), to = p.smem + PAIRS_AT + key_slot(j) * PAIR;
+  const int group = head.index / a.heads_per_group;
+  barrier_expect(barrier, PAIR);
+  copy_4d(to, a.k, 0, group, 64 * j, head.batch, barrier);
+  copy_4d(to + TILE, a.v, 0, group, 64 * j, head.batch, barrier);
+}
+
+}  // namespace rl
