@@ -69,6 +69,40 @@ def test_residual_norm(
     compare(op, inputs, "triton")
 
 
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_padded_rows_inside_a_wider_buffer(kind: NormKind) -> None:
+    """13 numbers in rows of 16 inside rows of 32: padding is not read, h's becomes 0; dr goes back to 8 columns."""
+    from ridgeline.ops._triton.columns import column_sums_raw
+    from ridgeline.ops.norm.triton import norm_backward_raw, norm_forward_raw, partial_rows
+
+    N, C, W, OUT = 21, 13, 16, 8
+
+    def holes(*shape: int) -> torch.Tensor:
+        return torch.full(shape, float("nan"), device=DEVICE)
+
+    joint, h, mean, rstd = holes(N, 32), holes(N, 24), holes(N), holes(N)
+    joint[:, :C] = draw(N, C, dtype=torch.float32, seed=1)
+    weight, bias = draw(C, dtype=torch.float32, seed=2), draw(C, dtype=torch.float32, seed=3)
+    dh, dresidual = holes(N, W), draw(N, OUT, dtype=torch.float32, seed=5)
+    dh[:, :C] = draw(N, C, dtype=torch.float32, seed=4)
+    inputs = [x.double().requires_grad_() for x in (joint[:, :C], weight, bias)]
+    truth = norm_reference(*inputs, eps=1e-5, kind=kind)
+    dx, dweight, dbias = torch.autograd.grad(truth, inputs, dh[:, :C].double())
+    mean_N = mean if kind == "layernorm" else None
+    norm_forward_raw(joint[:, :W], weight, bias, h[:, :W], mean_N, rstd, eps=1e-5, kind=kind, columns=C)
+    torch.testing.assert_close(h[:, :C].double(), truth.detach(), rtol=1e-5, atol=1e-5)
+    assert not h[:, C:W].any()
+    assert h[:, W:].isnan().all()
+    partials, sums = holes(partial_rows(N, W, joint), 2 * C), holes(2 * C)
+    norm_backward_raw(
+        dh, joint[:, :W], weight, mean_N, rstd, partials,
+        kind=kind, bias=True, columns=C, dresidual_NC=dresidual, dr_NC=(dr := holes(N, OUT)),
+    )  # fmt: skip
+    column_sums_raw(partials, sums, accumulate=False)
+    torch.testing.assert_close(dr.double(), dresidual + dx[:, :OUT], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.double(), torch.cat([dweight, dbias]), rtol=1e-5, atol=1e-5)
+
+
 def test_norm_of_the_reference_is_torchs() -> None:
     x, weight, bias = (draw(*shape, dtype=torch.float64, seed=1) for shape in ((5, 12), (12,), (12,)))
     expected = torch.nn.functional.layer_norm(x, (12,), weight, bias, 1e-5)

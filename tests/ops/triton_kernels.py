@@ -37,19 +37,28 @@ def norm_cases() -> dict[str, Case]:
     cases = {}
     for C in (512, 256):
         forward, backward = norm.forward_config(131072 * 512 // C // 4, C), norm.backward_config(131072, C)
-        shared = {"C": C, "BLOCK_C": C, "RMS": False, "THRESHOLD": 6554}
+        shared = {"C": C, "W": C, "X_STRIDE": C, "BLOCK_C": C, "RMS": False, "THRESHOLD": 6554}
         cases[f"norm forward {C}"] = Case(
             norm.norm_forward_kernel,
             pointers("bf16 branch branch_bias residual weight bias r h; fp32 mean rstd; i64 seed_step"),
             {**MASK, "eps": "fp32"},
-            {**shared, "ROWS": forward.rows},
+            {**shared, "H_STRIDE": C, "ROWS": forward.rows},
             forward,
         )
         cases[f"norm backward {C}"] = Case(
             norm.norm_backward_kernel,
             pointers("bf16 dh r weight dresidual dr dbranch; fp32 mean rstd partials; i64 seed_step"),
             {**MASK, "partials_stride": "i32/16"},
-            {**shared, "BIAS": True, "BRANCH_BIAS": True, "ROWS": backward.rows, "STAGES": backward.stages},
+            {
+                **shared,
+                "OUT": C,
+                "DH_STRIDE": C,
+                "DR_STRIDE": C,
+                "BIAS": True,
+                "BRANCH_BIAS": True,
+                "ROWS": backward.rows,
+                "STAGES": backward.stages,
+            },
             backward,
         )
     return cases

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.errors import UnsupportedError
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
 from ridgeline.ops.dropout.reference import DropoutState, quantise
 from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
@@ -22,16 +23,17 @@ from ridgeline.ops.norm.reference import NormKind
 def norm_forward_kernel(
     branch_ptr, branch_bias_ptr, residual_ptr, weight_ptr, bias_ptr, r_ptr, h_ptr, mean_ptr, rstd_ptr,
     seed_step_ptr, site, sample_offset, N, T, scale, eps,
-    C: tl.constexpr, RMS: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, X_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, RMS: tl.constexpr,
+    THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """r = residual + dropout(branch + branch_bias), where r_ptr is given; h = norm(r); mean and rstd are saved."""
     tile = tl.program_id(0)
     column_C = tl.arange(0, BLOCK_C)
     row_R = tile * ROWS + tl.arange(0, ROWS)
-    base = tl.cast(tile, tl.int64) * (ROWS * C)
-    offset_RC = (tl.arange(0, ROWS) * C)[:, None] + column_C[None, :]
+    base = tl.cast(tile, tl.int64) * (ROWS * X_STRIDE)
+    offset_RC = (tl.arange(0, ROWS) * X_STRIDE)[:, None] + column_C[None, :]
     inside_C = column_C < C
-    inside_RC = (row_R < N)[:, None] & inside_C[None, :]
+    inside_RC = (row_R < N)[:, None] & (column_C < W)[None, :]
 
     x_RC = tl.load(branch_ptr + base + offset_RC, mask=inside_RC, other=0.0).to(tl.float32)
     if r_ptr is not None:
@@ -47,7 +49,8 @@ def norm_forward_kernel(
             x_RC += residual_RC.to(tl.float32)
         stored_RC = x_RC.to(r_ptr.dtype.element_ty)
         tl.store(r_ptr + base + offset_RC, stored_RC, mask=inside_RC)
-        x_RC = tl.where(inside_C[None, :], stored_RC.to(tl.float32), 0.0)
+        x_RC = stored_RC.to(tl.float32)
+    x_RC = tl.where(inside_C[None, :], x_RC, 0.0)
 
     if not RMS:
         mean_R = tl.sum(x_RC, axis=1) / C
@@ -58,6 +61,8 @@ def norm_forward_kernel(
     h_RC = x_RC * rstd_R[:, None] * tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
     if bias_ptr is not None:
         h_RC += tl.load(bias_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    base = tl.cast(tile, tl.int64) * (ROWS * H_STRIDE)
+    offset_RC = (tl.arange(0, ROWS) * H_STRIDE)[:, None] + column_C[None, :]
     tl.store(h_ptr + base + offset_RC, h_RC.to(h_ptr.dtype.element_ty), mask=inside_RC)
 
 
@@ -65,13 +70,17 @@ def norm_forward_kernel(
 def norm_backward_kernel(
     dh_ptr, r_ptr, weight_ptr, mean_ptr, rstd_ptr, dresidual_ptr, dr_ptr, dbranch_ptr, partials_ptr, partials_stride,
     seed_step_ptr, site, sample_offset, N, T, scale,
-    C: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr, THRESHOLD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, DH_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
+    DR_STRIDE: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient."""
     column_C = tl.arange(0, BLOCK_C)
     inside_C = column_C < C
-    offset_RC = (tl.arange(0, ROWS) * C)[:, None] + column_C[None, :]
+    lane_R = tl.arange(0, ROWS)
+    dh_place_RC = (lane_R * DH_STRIDE)[:, None] + column_C[None, :]
+    x_place_RC = (lane_R * X_STRIDE)[:, None] + column_C[None, :]
+    dr_place_RC = (lane_R * DR_STRIDE)[:, None] + column_C[None, :]
     weight_C = tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)
     if THRESHOLD > 0:
         key_0, key_1 = site_keys(seed_step_ptr, site)
@@ -80,18 +89,21 @@ def norm_backward_kernel(
     dbranch_bias_RC = tl.zeros((ROWS, BLOCK_C), dtype=tl.float32)
 
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row_R = tile * ROWS + tl.arange(0, ROWS)
-        base = tl.cast(tile, tl.int64) * (ROWS * C)
+        row_R = tile * ROWS + lane_R
+        first = tl.cast(tile, tl.int64) * ROWS
         inside_R = row_R < N
-        inside_RC = inside_R[:, None] & inside_C[None, :]
-        dh_RC = tl.load(dh_ptr + base + offset_RC, mask=inside_RC, other=0.0).to(tl.float32)
-        x_RC = tl.load(r_ptr + base + offset_RC, mask=inside_RC, other=0.0).to(tl.float32)
+        inside_RC = inside_R[:, None] & (column_C < W)[None, :]
+        out_RC = inside_R[:, None] & (column_C < OUT)[None, :]
+        dh_RC = tl.load(dh_ptr + first * DH_STRIDE + dh_place_RC, mask=inside_RC, other=0.0).to(tl.float32)
+        x_RC = tl.load(r_ptr + first * X_STRIDE + x_place_RC, mask=inside_RC, other=0.0).to(tl.float32)
         if dresidual_ptr is not None:
-            dresidual_RC = tl.load(dresidual_ptr + base + offset_RC, mask=inside_RC, other=0.0)
+            dresidual_RC = tl.load(dresidual_ptr + first * DR_STRIDE + dr_place_RC, mask=out_RC, other=0.0)
         rstd_R = tl.load(rstd_ptr + row_R, mask=inside_R, other=0.0)
         if not RMS:
-            mean_R = tl.load(mean_ptr + row_R, mask=inside_R, other=0.0)
-            x_RC = tl.where(inside_C[None, :], x_RC - mean_R[:, None], 0.0)
+            x_RC -= tl.load(mean_ptr + row_R, mask=inside_R, other=0.0)[:, None]
+        if C < BLOCK_C:  # what the padding holds must not reach a sum
+            x_RC = tl.where(inside_C[None, :], x_RC, 0.0)
+            dh_RC = tl.where(inside_C[None, :], dh_RC, 0.0)
         x_RC *= rstd_R[:, None]
 
         dweight_RC += dh_RC * x_RC
@@ -105,12 +117,13 @@ def norm_backward_kernel(
         if dresidual_ptr is not None:
             dr_RC += dresidual_RC.to(tl.float32)
         if dr_ptr is not None:
-            tl.store(dr_ptr + base + offset_RC, dr_RC.to(dr_ptr.dtype.element_ty), mask=inside_RC)
+            tl.store(dr_ptr + first * DR_STRIDE + dr_place_RC, dr_RC.to(dr_ptr.dtype.element_ty), mask=out_RC)
         if THRESHOLD > 0:
             keep_RC = hidden_keep_tile(key_0, key_1, sample_offset, row_R, column_C, T, C, THRESHOLD)
             dr_RC = tl.where(keep_RC, dr_RC * scale, 0.0)
         if dbranch_ptr is not None:
-            tl.store(dbranch_ptr + base + offset_RC, dr_RC.to(dbranch_ptr.dtype.element_ty), mask=inside_RC)
+            address_RC = dbranch_ptr + first * DR_STRIDE + dr_place_RC
+            tl.store(address_RC, dr_RC.to(dbranch_ptr.dtype.element_ty), mask=out_RC)
         if BRANCH_BIAS:
             dbranch_bias_RC += tl.where(inside_R[:, None], dr_RC, 0.0)
 
@@ -149,16 +162,25 @@ def partial_rows(N: int, C: int, tensor: Tensor, config: Launch | None = None) -
     return min(grid_rows(N, config.rows), config.per_processor * processors(tensor.device))
 
 
+def _row_stride(*tensors: Tensor | None) -> int:
+    """The row stride that these tensors share; 0 where there are none."""
+    strides = {tensor.stride(0) for tensor in tensors if tensor is not None}
+    if len(strides) > 1:
+        raise UnsupportedError(f"the residual stream's tensors must have one row stride, got {sorted(strides)}")
+    return strides.pop() if strides else 0
+
+
 def norm_forward_raw(
-    x_NC: Tensor,
+    x_NW: Tensor,
     weight_C: Tensor,
     bias_C: Tensor | None,
-    h_NC: Tensor,
+    h_NW: Tensor,
     mean_N: Tensor | None,
     rstd_N: Tensor,
     *,
     eps: float,
     kind: NormKind,
+    columns: int | None = None,
     r_NC: Tensor | None = None,
     residual_NC: Tensor | None = None,
     branch_bias_C: Tensor | None = None,
@@ -168,32 +190,37 @@ def norm_forward_raw(
     site: int = 0,
     config: Launch | None = None,
 ) -> None:
-    """Normalise `x_NC` into `h_NC`; with `r_NC` given, x is a branch and the joined form runs. Allocates nothing.
+    """Normalise `x_NW` into `h_NW`; with `r_NC` given, x is a branch and the joined form runs. Allocates nothing.
+
+    Rows may be strided (a slice of a wider buffer); those that start on 16 bytes are read 16 bytes at a time.
 
     Args:
-        x_NC: input, or the branch's output before bias and dropout; contiguous.
+        x_NW: input, or the branch's output before bias and dropout.
         weight_C: scale. `bias_C`: shift, or None.
-        h_NC: normalised output. `mean_N`, `rstd_N`: fp32 statistics (mean unused and None for RMSNorm).
-        r_NC: where the new residual goes; may be `residual_NC` or `x_NC` itself.
+        h_NW: normalised output. `mean_N`, `rstd_N`: fp32 statistics (mean unused and None for RMSNorm).
+        eps: added to the variance. `kind`: "layernorm" or "rmsnorm".
+        columns: C, where rows are padded to W: what x holds beyond is not looked at, h becomes 0 there; None for W.
+        r_NC: where the new residual goes; may be `residual_NC` or `x_NW` itself.
         residual_NC: the residual to add to, or None at the stream's beginning.
         branch_bias_C: bias still to add to the branch.
         T: positions of a sample, for the mask. `p`, `dropout`, `site`: dropout of the branch.
         config: launch; None for the frozen one.
     """
-    N, C = x_NC.shape
-    config = config or forward_config(N, C)
+    N, W = x_NW.shape
+    C = columns or W
+    config = config or forward_config(N, W)
     threshold, scale = quantise(p) if dropout is not None else (0, 1.0)
     norm_forward_kernel[(grid_rows(N, config.rows),)](
-        x_NC, branch_bias_C, residual_NC, weight_C, bias_C, r_NC, h_NC, mean_N, rstd_N,
+        x_NW, branch_bias_C, residual_NC, weight_C, bias_C, r_NC, h_NW, mean_N, rstd_N,
         dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
-        N, T, scale, eps, C=C, RMS=kind == "rmsnorm", THRESHOLD=threshold, ROWS=config.rows,
-        BLOCK_C=power_of_two(C), num_warps=config.warps,
+        N, T, scale, eps, C=C, W=W, X_STRIDE=_row_stride(x_NW, residual_NC, r_NC), H_STRIDE=h_NW.stride(0),
+        RMS=kind == "rmsnorm", THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=power_of_two(W), num_warps=config.warps,
     )  # fmt: skip
 
 
 def norm_backward_raw(
-    dh_NC: Tensor,
-    r_NC: Tensor,
+    dh_NW: Tensor,
+    r_NW: Tensor,
     weight_C: Tensor,
     mean_N: Tensor | None,
     rstd_N: Tensor,
@@ -202,6 +229,7 @@ def norm_backward_raw(
     kind: NormKind,
     bias: bool,
     branch_bias: bool = False,
+    columns: int | None = None,
     dresidual_NC: Tensor | None = None,
     dr_NC: Tensor | None = None,
     dbranch_NC: Tensor | None = None,
@@ -211,24 +239,31 @@ def norm_backward_raw(
     site: int = 0,
     config: Launch | None = None,
 ) -> None:
-    """Gradient of the (joined) norm. Allocates nothing.
+    """Gradient of the (joined) norm. Allocates nothing. Rows may be strided.
 
     Args:
-        dh_NC: gradient of h. `r_NC`: what was normalised. `mean_N`, `rstd_N`: its statistics.
+        dh_NW: gradient of h. `r_NW`: what was normalised. `mean_N`, `rstd_N`: its statistics.
         partials_PW: fp32, one row a program (`partial_rows`); columns dweight (C), then dbias (C) if `bias`, then the
-            branch bias's gradient (C) if `branch_bias`. Rows may be strided. Every element is written.
+            branch bias's gradient (C) if `branch_bias`. Every element of these is written.
+        kind: as in the forward pass. `bias`, `branch_bias`: whether these gradients are wanted.
+        columns: C, where rows are padded to W, as in the forward pass.
         dresidual_NC: gradient that arrives along the residual stream, or None.
-        dr_NC: where the gradient of r goes; may be `dresidual_NC` or `dh_NC`; None to leave it out.
+        dr_NC: where the gradient of r goes; may be `dresidual_NC` or `dh_NW`; None to leave it out. It may have fewer
+            columns than C, for what does not go back beyond them.
         dbranch_NC: where the gradient of the branch's output goes (dr behind the mask); None where it equals dr.
-        T, p, dropout, site: as in the forward pass.
+        T: as in the forward pass, like `p`, `dropout` and `site`.
         config: launch; None for the frozen one.
     """
-    N, C = r_NC.shape
-    config = config or backward_config(N, C)
+    N, W = r_NW.shape
+    C = columns or W
+    config = config or backward_config(N, W)
     threshold, scale = quantise(p) if dropout is not None else (0, 1.0)
+    outputs = [tensor for tensor in (dr_NC, dbranch_NC) if tensor is not None]
     norm_backward_kernel[(partials_PW.shape[0],)](
-        dh_NC, r_NC, weight_C, mean_N, rstd_N, dresidual_NC, dr_NC, dbranch_NC, partials_PW, partials_PW.stride(0),
+        dh_NW, r_NW, weight_C, mean_N, rstd_N, dresidual_NC, dr_NC, dbranch_NC, partials_PW, partials_PW.stride(0),
         dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
-        N, T, scale, C=C, RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold,
-        ROWS=config.rows, BLOCK_C=power_of_two(C), STAGES=config.stages, num_warps=config.warps,
+        N, T, scale, C=C, W=W, DH_STRIDE=dh_NW.stride(0), X_STRIDE=r_NW.stride(0),
+        DR_STRIDE=_row_stride(dresidual_NC, *outputs), OUT=min([C, *(tensor.shape[1] for tensor in outputs)]),
+        RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=power_of_two(W),
+        STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
