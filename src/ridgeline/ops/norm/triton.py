@@ -264,6 +264,6 @@ def norm_backward_raw(
         dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
         N, T, scale, C=C, W=W, DH_STRIDE=dh_NW.stride(0), X_STRIDE=r_NW.stride(0),
         DR_STRIDE=_row_stride(dresidual_NC, *outputs), OUT=min([C, *(tensor.shape[1] for tensor in outputs)]),
-        RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=power_of_two(W),
-        STAGES=config.stages, num_warps=config.warps,
+        RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold, ROWS=config.rows,
+        BLOCK_C=power_of_two(W), STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
