@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ridgeline.models import Decoder, DecoderConfig
+from ridgeline.models import Decoder, DecoderConfig, LanguageConfig, LanguageModel
 from ridgeline.models.init import initialise
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink
@@ -102,3 +102,19 @@ def test_sinks_receive_what_autograd_would(name: str) -> None:
         assert all(gradient is None for gradient in grads)
         for key, sink in sinks.items():
             torch.testing.assert_close(sink.target, repeat * expected[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_language_models_loss_and_gradients(tied: bool) -> None:
+    trunk = DecoderConfig(layers=1, width=24, heads=3, context=13, dropout=0.2)
+    model = LanguageModel(LanguageConfig(vocabulary=11, decoder=trunk, tied=tied), impl="reference", seed=0)
+    generator = torch.Generator().manual_seed(2)
+    tokens, targets = (torch.randint(11, (3, 13), generator=generator) for _ in range(2))
+    targets[1, 5:] = -100
+    state = DropoutState(torch.tensor([3, 4]))
+    results = []
+    for impl in ("reference", "fused"):
+        model.decoder.impl = impl
+        loss = model.loss({"tokens": tokens, "targets": targets}, state)
+        results.append((loss.detach(), torch.autograd.grad(loss, list(model.parameters()))))
+    torch.testing.assert_close(results[1], results[0], rtol=2e-5, atol=1e-6)

@@ -177,10 +177,14 @@ class Decoder(nn.Module):
         T = x_BTC.shape[1]
         if self.config.context < T:
             raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
-        if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
-            dropout = self.next_dropout()
         if self.positions is not None:
             x_BTC = x_BTC + self.positions[:T].to(x_BTC.dtype)
+        return self.transform(x_BTC, dropout)
+
+    def transform(self, x_BTC: Tensor, dropout: DropoutState | None = None) -> Tensor:
+        """`forward` for an input that holds its positions already."""
+        if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
+            dropout = self.next_dropout()
         if self.impl == "fused":
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 
