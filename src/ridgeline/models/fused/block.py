@@ -22,7 +22,7 @@ from torch import Tensor
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.attention import ATTENTION, AttentionStep, Shape
 from ridgeline.models.fused.choices import Choices
-from ridgeline.models.fused.gradients import column_gradients, matrix_gradient, table_gradient
+from ridgeline.models.fused.gradients import Side, bias_gradient, column_gradients, matrix_gradient, table_gradient
 from ridgeline.models.fused.mlp import Hidden, hidden_backward, hidden_forward
 from ridgeline.ops.norm import triton as norm
 
@@ -109,13 +109,14 @@ def join_backward(
     weights: Norm,
     branch_bias_C: Tensor | None,
     site: int,
+    side: Side,
 ) -> JoinGradients:
-    """The gradients of `join_forward`; dr takes `dresidual_NC`'s memory where there is one."""
+    """The gradients of `join_forward`; dr takes `dresidual_NC`'s memory unless the side may still be reading it."""
     N, C = dh_NC.shape
     small = [w for w in (weights.weight_C, weights.bias_C, branch_bias_C) if w is not None]
     partials = dh_NC.new_empty(norm.partial_rows(N, C, dh_NC), len(small) * C, dtype=torch.float32)
     dropped = shape.p > 0
-    dr_NC = torch.empty_like(dh_NC) if dresidual_NC is None else dresidual_NC
+    dr_NC = torch.empty_like(dh_NC) if dresidual_NC is None or side.apart else dresidual_NC
     dbranch_NC = torch.empty_like(dh_NC) if dropped else dr_NC
     norm.norm_backward_raw(
         dh_NC, joined.r_NC, weights.weight_C, joined.mean_N, joined.rstd_N, partials, kind=config.norm,
@@ -123,7 +124,7 @@ def join_backward(
         dbranch_NC=dbranch_NC if dropped else None, T=shape.T, p=shape.p,
         dropout=shape.dropout if dropped else None, site=site,
     )  # fmt: skip
-    grads = column_gradients(partials, small)
+    grads = side.run(column_gradients, partials, small)
     dweight_C = grads.pop(0)
     dbias_C = grads.pop(0) if weights.bias_C is not None else None
     return JoinGradients(dr_NC, dbranch_NC, dweight_C, dbias_C, grads[0] if branch_bias_C is not None else None)
@@ -165,25 +166,28 @@ def block_backward(
     dbranch_NC: Tensor,
     dresidual_NC: Tensor,
     sites: tuple[int, int, int],
+    side: Side,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
     """From the gradients of the MLP's output and of r₁ to those of h₁ and r₀, and the weights' by field.
 
     The gradients of `norm_1` and of `down_bias_C` belong to the joins at the block's ends; the stack has them.
     """
-    grads: dict[str, Tensor | None] = {"down_CF": matrix_gradient(weights.down_CF, dbranch_NC, saved.hidden.a_NF)}
+    grads: dict[str, Tensor | None] = {
+        "down_CF": side.run(matrix_gradient, weights.down_CF, dbranch_NC, saved.hidden.a_NF)
+    }
     du_NF, grads["up_bias_F"] = hidden_backward(
-        dbranch_NC, weights.down_CF, saved.hidden, weights.up_bias_F, config.gelu, choices.mlp
+        dbranch_NC, weights.down_CF, saved.hidden, weights.up_bias_F, config.gelu, choices.mlp, side
     )
-    grads["up_FC"] = matrix_gradient(weights.up_FC, du_NF, saved.middle.h_NC)
+    grads["up_FC"] = side.run(matrix_gradient, weights.up_FC, du_NF, saved.middle.h_NC)
     joined = join_backward(
         config, shape, du_NF @ weights.up_FC, dresidual_NC, saved.middle, weights.norm_2,
-        weights.out_bias_C, sites[1],
+        weights.out_bias_C, sites[1], side,
     )  # fmt: skip
     grads |= {"norm_2.weight_C": joined.dweight_C, "norm_2.bias_C": joined.dbias_C, "out_bias_C": joined.dbranch_bias_C}
-    grads["out_CM"] = matrix_gradient(weights.out_CM, joined.dbranch_NC, saved.attention.mixed_NM)
+    grads["out_CM"] = side.run(matrix_gradient, weights.out_CM, joined.dbranch_NC, saved.attention.mixed_NM)
     dqkv_NQ, dtable_RD = saved.attention.backward(joined.dbranch_NC @ weights.out_CM)
-    grads["relative_RD"] = table_gradient(weights.relative_RD, dtable_RD)
-    grads["qkv_QC"] = matrix_gradient(weights.qkv_QC, dqkv_NQ, first.h_NC)
+    grads["relative_RD"] = side.run(table_gradient, weights.relative_RD, dtable_RD)
+    grads["qkv_QC"] = side.run(matrix_gradient, weights.qkv_QC, dqkv_NQ, first.h_NC)
     if weights.qkv_bias_Q is not None:
-        grads["qkv_bias_Q"] = table_gradient(weights.qkv_bias_Q, dqkv_NQ.sum(0, dtype=torch.float32))
+        grads["qkv_bias_Q"] = side.run(bias_gradient, weights.qkv_bias_Q, dqkv_NQ)
     return dqkv_NQ @ weights.qkv_QC, joined.dr_NC, grads

@@ -10,6 +10,8 @@ from ridgeline.models.config import DecoderConfig
 from ridgeline.ops import linear
 from ridgeline.ops.attention import short
 
+FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
+
 
 @dataclass(frozen=True)
 class Choices:
@@ -18,10 +20,12 @@ class Choices:
     Attributes:
         attention: "cuda" (short windows, Hopper) or "reference" (explicit, differentiated by autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
+        side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
     """
 
     attention: str
     mlp: str
+    side_stream: bool
 
 
 def attention_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> str | None:
@@ -43,8 +47,12 @@ def split_heads(config: DecoderConfig, qkv_BTQ: torch.Tensor) -> tuple[torch.Ten
     return q, k, v
 
 
-def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> Choices:
+def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> Choices:
     """The fastest implementations that can run here, by measurement on an H200."""
     fast_attention = attention_missing(config, device, dtype, T) is None
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
-    return Choices("cuda" if fast_attention else "reference", "cuda" if hopper else "torch")
+    return Choices(
+        attention="cuda" if fast_attention else "reference",
+        mlp="cuda" if hopper else "torch",
+        side_stream=device.type == "cuda" and B * T <= FEW_TOKENS,
+    )

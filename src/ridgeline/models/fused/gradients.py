@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,42 @@ from torch import Tensor
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
 from ridgeline.ops.sink import GradientSink, sink_of
+
+Result = TypeVar("Result")
+
+
+class Side:
+    """Gradients of weights beside the backward pass: nothing in it waits for them, so they take their own stream.
+
+    In a captured step the two streams become parallel branches. Whatever a call reads is kept alive until `join`,
+    because memory freed on one stream could be handed out again while the other still reads it.
+    """
+
+    def __init__(self, device: torch.device, *, apart: bool) -> None:
+        self.apart = apart
+        self.stream = _side_stream(device, torch.cuda.current_stream(device).stream_id) if apart else None
+        self._kept: list[tuple[object, ...]] = []
+
+    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """`function(*arguments)` on the side stream, after all that the current stream has been given."""
+        if self.stream is None:
+            return function(*arguments)
+        self._kept.append(arguments)
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            return function(*arguments)
+
+    def join(self) -> None:
+        """The current stream waits for everything on the side."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        self._kept.clear()
+
+
+@functools.cache
+def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
+    """One side stream for each stream of a device."""
+    return torch.cuda.Stream(device)
 
 
 def matrix_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
@@ -72,3 +109,8 @@ def table_gradient(table_RD: Tensor | None, gradient_RD: Tensor | None) -> Tenso
         return gradient_RD
     sink.put(gradient_RD)
     return None
+
+
+def bias_gradient(bias_M: Tensor, dy_NM: Tensor) -> Tensor | None:
+    """Column sums of dy, fp32."""
+    return table_gradient(bias_M, dy_NM.sum(0, dtype=torch.float32))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ridgeline.models.fused.gradients import column_gradients
+from ridgeline.models.fused.gradients import Side, column_gradients
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.linear import GeluKind, products
 
@@ -32,18 +32,18 @@ def hidden_forward(h_NC: Tensor, up_FC: Tensor, bias_F: Tensor | None, gelu: Gel
 
 
 def hidden_backward(
-    dz_NC: Tensor, down_CF: Tensor, hidden: Hidden, bias_F: Tensor | None, gelu: GeluKind, impl: str
+    dz_NC: Tensor, down_CF: Tensor, hidden: Hidden, bias_F: Tensor | None, gelu: GeluKind, impl: str, side: Side
 ) -> tuple[Tensor, Tensor | None]:
     """du = (dz Wdown) · gelu'(u + b), and the gradient of b where there is one."""
     du_NF = torch.empty_like(hidden.u_NF)
     if impl == "cuda":
         partials = products.input_gradient_raw(dz_NC, down_CF, du_NF, pre_NK=hidden.u_NF, gelu=gelu, impl="cuda")
         assert partials is not None
-        return du_NF, None if bias_F is None else column_gradients(partials, [bias_F])[0]
+        return du_NF, None if bias_F is None else side.run(column_gradients, partials, [bias_F])[0]
     torch.mm(dz_NC, down_CF, out=du_NF)
     partials = None
     if bias_F is not None:
         rows = activation.partial_rows(du_NF.shape[0], du_NF.shape[1], du_NF)
         partials = du_NF.new_empty(rows, du_NF.shape[1], dtype=torch.float32)
     activation.bias_gelu_backward_raw(du_NF, hidden.u_NF, bias_F, du_NF, partials, kind=gelu)
-    return du_NF, None if partials is None or bias_F is None else column_gradients(partials, [bias_F])[0]
+    return du_NF, None if partials is None or bias_F is None else side.run(column_gradients, partials, [bias_F])[0]

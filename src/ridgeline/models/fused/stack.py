@@ -20,6 +20,7 @@ from ridgeline.models.fused.block import (
     join_forward,
 )
 from ridgeline.models.fused.choices import Choices, choose
+from ridgeline.models.fused.gradients import Side
 from ridgeline.ops.dropout import DropoutState
 
 
@@ -83,29 +84,24 @@ class _Stack(torch.autograd.Function):
         norms = [*(block.norm_1 for block in blocks), final]
         grads: list[dict[str, Tensor | None]] = [{} for _ in norms]
         dh_NC, dresidual_NC = dh_NC.contiguous(), None
+        side = Side(dh_NC.device, apart=choices.side_stream)
         for index in range(len(blocks), 0, -1):
             layer, weights = index - 1, blocks[index - 1]
             sites = dropout_sites(layer)
             joined = join_backward(
                 config, shape, dh_NC, dresidual_NC, ctx.joins[index], norms[index],
-                weights.down_bias_C, sites[2],
+                weights.down_bias_C, sites[2], side,
             )  # fmt: skip
             grads[index] |= {"norm_1.weight_C": joined.dweight_C, "norm_1.bias_C": joined.dbias_C}
             grads[layer]["down_bias_C"] = joined.dbranch_bias_C
             dh_NC, dresidual_NC, mine = block_backward(
-                config,
-                shape,
-                choices,
-                weights,
-                ctx.joins[layer],
-                ctx.saved[layer],
-                joined.dbranch_NC,
-                joined.dr_NC,
-                sites,
-            )
+                config, shape, choices, weights, ctx.joins[layer], ctx.saved[layer],
+                joined.dbranch_NC, joined.dr_NC, sites, side,
+            )  # fmt: skip
             grads[layer] |= mine
             ctx.saved[layer] = ctx.joins[index] = None  # freed: no earlier layer reads them
-        joined = join_backward(config, shape, dh_NC, dresidual_NC, ctx.joins[0], norms[0], None, EMBEDDING_SITE)
+        joined = join_backward(config, shape, dh_NC, dresidual_NC, ctx.joins[0], norms[0], None, EMBEDDING_SITE, side)
+        side.join()
         grads[0] |= {"norm_1.weight_C": joined.dweight_C, "norm_1.bias_C": joined.dbias_C}
         flat = [by_field.get(name) for by_field in grads[:-1] for name in BLOCK_FIELDS]
         flat += [grads[-1][name] for name in BLOCK_FIELDS[:2]]
@@ -117,7 +113,7 @@ def fused_stack(decoder: Decoder, x_BTC: Tensor, dropout: DropoutState | None) -
     B, T, C = x_BTC.shape
     config = decoder.config
     shape = Shape(B, T, config.dropout if decoder.training else 0.0, dropout)
-    choices = choose(config, x_BTC.device, x_BTC.dtype, T)
+    choices = choose(config, x_BTC.device, x_BTC.dtype, B, T)
     flat = _flatten([block_weights(block) for block in decoder.blocks], _norm(decoder.norm))  # type: ignore[arg-type]
     h_NC = _Stack.apply(config, shape, choices, x_BTC.reshape(B * T, C), *flat)
     return h_NC.view(B, T, C)
