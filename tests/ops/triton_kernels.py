@@ -42,7 +42,7 @@ def norm_cases() -> dict[str, Case]:
             norm.norm_forward_kernel,
             pointers("bf16 branch branch_bias residual weight bias r h; fp32 mean rstd; i64 seed_step"),
             {**MASK, "eps": "fp32"},
-            {**shared, "H_STRIDE": C, "ROWS": forward.rows},
+            {**shared, "R_STRIDE": C, "H_STRIDE": C, "ROWS": forward.rows},
             forward,
         )
         cases[f"norm backward {C}"] = Case(
@@ -91,16 +91,17 @@ def activation_cases() -> dict[str, Case]:
 def cross_entropy_cases() -> dict[str, Case]:
     from ridgeline.ops.cross_entropy import triton as loss
 
-    scalars = {"N": "i32", "stride": "i32/16", "dstride": "i32/16"}
+    scalars = {"N": "i32", "stride": "i32/16", "dstride": "i32/16", "targets_stride": "i32"}
     kinds = pointers("bf16 logits dlogits; i64 targets; fp32 losses; i32 counts")
     absent = {"gradient_scale_ptr": None, "COUNTS": loss.COUNTS}
+    whole = {"partials_ptr": None, "partials_stride": None}
     small, wide = loss.config(8192, 65), loss.config(4096, 50257)
     return {
         "cross-entropy 65": Case(
             loss.cross_entropy_kernel,
             kinds,
             scalars,
-            {**absent, "V": 65, "WIDTH": 72, "ROWS": small.rows, "BLOCK_V": 128},
+            {**absent, **whole, "V": 65, "WIDTH": 72, "ROWS": small.rows, "BLOCK_V": 128},
             small,
         ),
         "cross-entropy 50257": Case(

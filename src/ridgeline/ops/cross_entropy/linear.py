@@ -112,13 +112,23 @@ def linear_cross_entropy_raw(
         losses_P = buffers.losses_P[first_partial : first_partial + partials]
         first_partial += partials
         counts = buffers.counts if denominator is None else denominator
+        sums_PV = None
+        if gradients.bias_V is not None and V <= kernels.WHOLE_ROWS:
+            sums_PV = torch.empty(partials, V, device=losses_P.device)
         kernels.cross_entropy_raw(
-            padded_KW, targets_N[part], padded_KW, losses_P, counts, classes=V, gradient_scale=gradient_scale
+            padded_KW,
+            targets_N[part],
+            padded_KW,
+            losses_P,
+            counts,
+            classes=V,
+            gradient_scale=gradient_scale,
+            partials_PV=sums_PV,
         )
         torch.mm(logits_KV, weight_VC, out=gradients.hidden_NC[part])
         accumulate_product(gradients.weight_VC, logits_KV.t(), hidden_NC[part])
         if gradients.bias_V is not None:
-            column_sums_raw(logits_KV, gradients.bias_V)
+            column_sums_raw(logits_KV if sums_PV is None else sums_PV, gradients.bias_V)
     kernels.mean_loss_raw(buffers.losses_P, buffers.counts, loss)
 
 

@@ -27,12 +27,12 @@ MAX_PROGRAMS = 4096
 
 
 @triton.jit(do_not_specialize=["N"])
-def count_valid_kernel(targets_ptr, counts_ptr, N, BLOCK: tl.constexpr):
+def count_valid_kernel(targets_ptr, counts_ptr, N, stride, BLOCK: tl.constexpr):
     """Valid targets seen by each program."""
     total = tl.zeros((BLOCK,), dtype=tl.int32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + tl.arange(0, BLOCK)
-        total += (tl.load(targets_ptr + row, mask=row < N, other=_IGNORE) != _IGNORE).to(tl.int32)
+        total += (tl.load(targets_ptr + row * stride, mask=row < N, other=_IGNORE) != _IGNORE).to(tl.int32)
     tl.store(counts_ptr + tl.program_id(0), tl.sum(total, axis=0))
 
 
@@ -49,19 +49,25 @@ def row_scale(counts_ptr, gradient_scale_ptr, COUNTS: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def cross_entropy_kernel(
     logits_ptr, targets_ptr, dlogits_ptr, losses_ptr, counts_ptr, gradient_scale_ptr, N, stride, dstride,
+    targets_stride, partials_ptr, partials_stride,
     V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows in a tile. This program's sum of losses; columns V … WIDTH − 1 of the gradient become 0."""
+    """Whole rows in a tile. This program's sum of losses and, where wanted, of the gradient's columns.
+
+    Columns V … WIDTH − 1 of the gradient become 0.
+    """
     scale = row_scale(counts_ptr, gradient_scale_ptr, COUNTS)
     column_V = tl.arange(0, BLOCK_V)
     loss_R = tl.zeros((ROWS,), dtype=tl.float32)
+    if partials_ptr is not None:
+        sum_RV = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, ROWS), tl.num_programs(0)):
         row_R = tile * ROWS + tl.arange(0, ROWS)
         address_RV = logits_ptr + (row_R.to(tl.int64) * stride)[:, None] + column_V[None, :]
         mask_RV = (row_R < N)[:, None] & (column_V < WIDTH)[None, :]
         x_RV = tl.load(address_RV, mask=mask_RV, other=0.0).to(tl.float32)
         x_RV = tl.where((column_V < V)[None, :], x_RV, float("-inf"))
-        target_R = tl.load(targets_ptr + row_R, mask=row_R < N, other=_IGNORE).to(tl.int32)
+        target_R = tl.load(targets_ptr + row_R * targets_stride, mask=row_R < N, other=_IGNORE).to(tl.int32)
         highest_R = tl.max(x_RV, axis=1)
         e_RV = tl.exp2((x_RV - highest_R[:, None]) * _LOG2_E)
         sum_R = tl.sum(e_RV, axis=1)
@@ -75,12 +81,18 @@ def cross_entropy_kernel(
             gradient_RV = tl.where(valid_R[:, None] & (column_V < V)[None, :], gradient_RV * scale, 0.0)
             out_RV = dlogits_ptr + (row_R.to(tl.int64) * dstride)[:, None] + column_V[None, :]
             tl.store(out_RV, gradient_RV.to(dlogits_ptr.dtype.element_ty), mask=mask_RV)
+            if partials_ptr is not None:
+                sum_RV += gradient_RV
+    if partials_ptr is not None:
+        address_V = partials_ptr + tl.program_id(0) * partials_stride + column_V
+        tl.store(address_V, tl.sum(sum_RV, axis=0), mask=column_V < V)
     tl.store(losses_ptr + tl.program_id(0), tl.sum(loss_R, axis=0))
 
 
 @triton.jit(do_not_specialize=["N"])
 def cross_entropy_wide_kernel(
     logits_ptr, targets_ptr, dlogits_ptr, losses_ptr, counts_ptr, gradient_scale_ptr, N, stride, dstride,
+    targets_stride,
     V: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BLOCK_V: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
     """One row at a time, two sweeps: each lane's running maximum and sum, then the gradient.
@@ -92,7 +104,7 @@ def cross_entropy_wide_kernel(
     loss = 0.0
     for row in tl.range(tl.program_id(0), N, tl.num_programs(0)):
         row_ptr = logits_ptr + tl.cast(row, tl.int64) * stride
-        target = tl.load(targets_ptr + row).to(tl.int32)
+        target = tl.load(targets_ptr + row * targets_stride).to(tl.int32)
         known = (target >= 0) & (target < V)
         # read before the reductions below, whose barriers keep it ahead of a gradient written in place
         chosen = tl.load(row_ptr + target, mask=known, other=float("nan")).to(tl.float32)
@@ -148,7 +160,8 @@ def loss_partials(N: int, V: int, tensor: Tensor, launch: Launch | None = None) 
 
 def count_valid_raw(targets_N: Tensor, counts: Tensor) -> None:
     """Write the number of valid targets, in `COUNTS` parts, into int32 `counts`."""
-    count_valid_kernel[(counts.shape[0],)](targets_N, counts, targets_N.shape[0], BLOCK=1024, num_warps=4)
+    N, stride = targets_N.shape[0], targets_N.stride(0)
+    count_valid_kernel[(counts.shape[0],)](targets_N, counts, N, stride, BLOCK=1024, num_warps=4)
 
 
 def cross_entropy_raw(
@@ -160,32 +173,38 @@ def cross_entropy_raw(
     *,
     classes: int,
     gradient_scale: Tensor | None = None,
+    partials_PV: Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
     """Losses and the gradient of the logits. Allocates nothing.
 
     Args:
         logits_NW: any storage dtype, W ≥ classes; rows may be strided, columns are contiguous.
-        targets_N: int64 or int32 classes, −100 where ignored; a class out of range makes the loss NaN.
+        targets_N: int64 or int32 classes, −100 where ignored, may be strided; a class out of range makes the loss NaN.
         dlogits_NW: gradient; may be the logits' own memory, or None for the loss alone. Columns from `classes` on
             become 0.
         losses_P: fp32 partial sums of losses, `loss_partials` of them.
         counts: int32, a power of two of them, whose sum is the number of rows that the mean is over.
         classes: V.
         gradient_scale: fp32[1] that multiplies the gradient (a loss scale), or None.
+        partials_PV: fp32, one row for each of `losses_P`: column sums of the gradient before it is rounded, for a
+            bias; up to 2,048 classes. None where not wanted.
         launch: None for the frozen one; beyond 2,048 classes its rows are the depth of a lane's turn.
     """
     N, W = logits_NW.shape
     launch = launch or config(N, classes)
     arguments = (
         logits_NW, targets_N, dlogits_NW, losses_P, counts, gradient_scale,
-        N, logits_NW.stride(0), 0 if dlogits_NW is None else dlogits_NW.stride(0),
+        N, logits_NW.stride(0), 0 if dlogits_NW is None else dlogits_NW.stride(0), targets_N.stride(0),
     )  # fmt: skip
     sizes = {"V": classes, "WIDTH": W, "COUNTS": counts.shape[0], "num_warps": launch.warps}
     if classes > WHOLE_ROWS:
         cross_entropy_wide_kernel[(losses_P.shape[0],)](*arguments, DEPTH=launch.rows, BLOCK_V=launch.columns, **sizes)
-    else:
-        cross_entropy_kernel[(losses_P.shape[0],)](*arguments, ROWS=launch.rows, BLOCK_V=power_of_two(W), **sizes)
+        return
+    cross_entropy_kernel[(losses_P.shape[0],)](
+        *arguments, partials_PV, 0 if partials_PV is None else partials_PV.stride(0),
+        ROWS=launch.rows, BLOCK_V=power_of_two(W), **sizes,
+    )  # fmt: skip
 
 
 def mean_loss_raw(losses_P: Tensor, counts: Tensor, loss: Tensor) -> None:

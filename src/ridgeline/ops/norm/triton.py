@@ -23,8 +23,8 @@ from ridgeline.ops.norm.reference import NormKind
 def norm_forward_kernel(
     branch_ptr, branch_bias_ptr, residual_ptr, weight_ptr, bias_ptr, r_ptr, h_ptr, mean_ptr, rstd_ptr,
     seed_step_ptr, site, sample_offset, N, T, scale, eps,
-    C: tl.constexpr, W: tl.constexpr, X_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, RMS: tl.constexpr,
-    THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, X_STRIDE: tl.constexpr, R_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr,
+    RMS: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """r = residual + dropout(branch + branch_bias), where r_ptr is given; h = norm(r); mean and rstd are saved."""
     tile = tl.program_id(0)
@@ -48,7 +48,8 @@ def norm_forward_kernel(
         if residual_ptr is not None:
             x_RC += residual_RC.to(tl.float32)
         stored_RC = x_RC.to(r_ptr.dtype.element_ty)
-        tl.store(r_ptr + base + offset_RC, stored_RC, mask=inside_RC)
+        r_place_RC = (tl.arange(0, ROWS) * R_STRIDE)[:, None] + column_C[None, :]
+        tl.store(r_ptr + tl.cast(tile, tl.int64) * (ROWS * R_STRIDE) + r_place_RC, stored_RC, mask=inside_RC)
         x_RC = stored_RC.to(tl.float32)
     x_RC = tl.where(inside_C[None, :], x_RC, 0.0)
 
@@ -213,8 +214,9 @@ def norm_forward_raw(
     norm_forward_kernel[(grid_rows(N, config.rows),)](
         x_NW, branch_bias_C, residual_NC, weight_C, bias_C, r_NC, h_NW, mean_N, rstd_N,
         dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
-        N, T, scale, eps, C=C, W=W, X_STRIDE=_row_stride(x_NW, residual_NC, r_NC), H_STRIDE=h_NW.stride(0),
-        RMS=kind == "rmsnorm", THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=power_of_two(W), num_warps=config.warps,
+        N, T, scale, eps, C=C, W=W, X_STRIDE=_row_stride(x_NW, residual_NC), R_STRIDE=_row_stride(r_NC),
+        H_STRIDE=h_NW.stride(0), RMS=kind == "rmsnorm", THRESHOLD=threshold, ROWS=config.rows,
+        BLOCK_C=power_of_two(W), num_warps=config.warps,
     )  # fmt: skip
 
 
