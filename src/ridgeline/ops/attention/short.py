@@ -136,7 +136,7 @@ def forward(
     kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS)
     tile = 128 * D
     relative = table_RD is not None
-    smem = (blocks if relative else 0) * tile + _FORWARD_GROUPS * 2 * blocks * tile + 8 * (_FORWARD_GROUPS * blocks + 1)
+    smem = (blocks if relative else 0) * tile + _FORWARD_GROUPS * 2 * blocks * tile + 8 * (_FORWARD_GROUPS * (blocks + 1) + 1)
     map_k = _map(k_BTGD)
     arguments = (
         map_k, _map(v_BTGD), _table_map(table_RD) if table_RD is not None else map_k, q_BTHD, out_BTHD, lse_BHT,
@@ -180,7 +180,7 @@ def _backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
     """Threads and bytes of shared memory of a backward thread block: the sums of cuda/schedule.cuh."""
     tile, square = 128 * D, 64 * 128
     pairs = 5 if blocks == 4 and D == 64 else 2 * blocks
-    smem = (2 * pairs + 1) * tile + 2 * square + 8 * (2 * blocks + 17)
+    smem = (2 * pairs + 1) * tile + 2 * square + 8 * (2 * blocks + 18)
     if relative:
         smem += blocks * tile + 2 * square + blocks * 256 * D + 512
     return (512 if relative else 384), smem

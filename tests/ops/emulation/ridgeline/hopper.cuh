@@ -71,6 +71,7 @@ struct Barrier {
 struct Gathering {  // of any number of threads, again and again
   int arrived = 0;
   unsigned generation = 0;
+  bool any[2];  // votes of this and of the last time
 };
 struct Warp {
   Gathering gathering;
@@ -191,6 +192,9 @@ inline const char* launch(int grid, int threads, unsigned seed, bool late, std::
 namespace rl {
 
 using emulation::machine;
+#ifndef RL_FP16
+#define RL_FP16 0
+#endif
 constexpr int WARP = 32;
 constexpr u32 FULL = 0xffffffffu;
 
@@ -215,6 +219,7 @@ RL_D float pair_high(u32 pair) { return from_bits(pair & 0xffff0000u); }
 RL_D u16 pack_one(float value) { return static_cast<u16>(pack_pair(value, 0.f)); }
 RL_D float unpack_one(u16 value) { return pair_low(value); }
 RL_D float exp2_fast(float x) { return std::exp2(x); }
+RL_D float reciprocal_fast(float x) { return 1 / x; }
 RL_D float log2_fast(float x) { return std::log2(x); }
 RL_D float keep_float(float value, u32 mask) { return from_bits(as_bits(value) & mask); }
 template <u32 SELECT>
@@ -245,10 +250,12 @@ RL_D void named_arrive(int id) {
   auto& g = named(id);
   if (++g.arrived == THREADS) g.arrived = 0, ++g.generation, ++machine.progress;
 }
-RL_D bool any_in_warp(bool value) {
-  const unsigned side = machine.post(value);
-  bool any = false;
-  for (u64 other : machine.warp().slots[side]) any = any || other;
+RL_D bool any_in_group(int id, bool value) {
+  auto& g = machine.named[id];
+  if (g.arrived == 0) g.any[~g.generation & 1] = false;
+  bool& any = g.any[~g.generation & 1];
+  any = any || value;
+  machine.gather(g, 128, "vote");
   return any;
 }
 

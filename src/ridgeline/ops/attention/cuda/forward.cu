@@ -7,10 +7,12 @@ namespace rl {
 
 constexpr int GROUPS = WARPGROUPS;
 constexpr float NOTHING = -1e30f;  // a score that no key has
-constexpr float SLACK = 8.f;       // how far, in powers of two, a row's maximum may be behind before the sums are rescaled
+// A row's reference is the largest score of its first key block, and stays so while its probabilities sum to less than this.
+constexpr float LIMIT = RL_FP16 ? 16384.f : 1e18f;
 
 constexpr int WINDOWS_AT = 0, KEYS_AT = RELATIVE ? BLOCKS * TILE : 0, HEAD_BYTES = 2 * BLOCKS * TILE;
-constexpr int BARRIERS_AT = KEYS_AT + GROUPS * HEAD_BYTES;  // a barrier for each key block of each group, one for the table
+// Barriers: a key block of a group is there; all warps of a group are done with one; the table is there.
+constexpr int BARRIERS_AT = KEYS_AT + GROUPS * HEAD_BYTES, BARRIERS = GROUPS * (BLOCKS + 1) + 1;
 
 struct Arguments {
   const TensorMap *k, *v;
@@ -31,8 +33,7 @@ struct Head {
 // Rows of Q on their way to being the A operand: 8 bytes a lane, four lanes a whole sector.
 struct RawRows {
   uint2 v[D / 8];
-  RL_D void load(const Arguments& a, int unit, int row, int lane) {
-    const Head head(a, unit);
+  RL_D void load(const Arguments& a, Head head, int row, int lane) {
     const int r = row + (lane >> 2), column = lane & 1 ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3);
     const u16* from = a.q + head.batch * a.q_batch + static_cast<i64>(head.index) * a.q_head + static_cast<i64>(r) * a.q_row + column;
 #pragma unroll
@@ -58,31 +59,29 @@ RL_D void multiply_rows(float (&d)[32], const u32 (&a)[D / 16][4], u32 tile, boo
 }
 
 struct Softmax {
-  float maximum[2], sum[2];  // of the thread's two rows; the sum is the thread's share
+  float reference[2], sum[2];  // of the thread's two rows; the sum is the thread's share
 };
-// Scores to probabilities, packed along columns, against the running maximum; rescales what was summed before.
-RL_D void exponentiate(u32 (&pairs)[16], float (&s)[32], float (&o)[D / 2], Softmax& x, float scale, u32 counter,
-                       DropoutKeys keys, u32 bias) {
-  float highest[2];
-  bool behind = false;
+RL_D float largest(const float (&s)[32], int h) {
+  float m = NOTHING;
+#pragma unroll
+  for (int n = 0; n < 8; ++n) m = fmaxf(m, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+  m = fmaxf(m, shuffle_xor(m, 1));
+  return fmaxf(m, shuffle_xor(m, 2));
+}
+// Raises the reference to the largest of these scores and brings what was summed before in line.
+RL_D void raise_reference(Softmax& x, float (&o)[D / 2], const float (&s)[32], float scale) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float m = NOTHING;
+    const float now = fmaxf(x.reference[h], largest(s, h) * scale), factor = exp2_fast(x.reference[h] - now);
+    x.reference[h] = now, x.sum[h] *= factor;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) m = fmaxf(m, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
-    m = fmaxf(m, shuffle_xor(m, 1));
-    highest[h] = fmaxf(m, shuffle_xor(m, 2)) * scale;
-    behind |= highest[h] > x.maximum[h] + SLACK;
+    for (int n = 0; n < D / 8; ++n) o[4 * n + 2 * h] *= factor, o[4 * n + 2 * h + 1] *= factor;
   }
-  if (any_in_warp(behind)) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float now = fmaxf(x.maximum[h], highest[h]), factor = exp2_fast(x.maximum[h] - now);
-      x.maximum[h] = now, x.sum[h] *= factor;
-#pragma unroll
-      for (int n = 0; n < D / 8; ++n) o[4 * n + 2 * h] *= factor, o[4 * n + 2 * h + 1] *= factor;
-    }
-  }
+}
+// Scores to probabilities, packed along columns. Whether they suit the reference; if not, they are to be done again.
+RL_D bool exponentiate(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float scale, u32 counter, DropoutKeys keys,
+                       u32 bias, int group) {
+  float sum[2] = {0.f, 0.f};
 #pragma unroll
   for (int b = 0; b < 4; ++b) {
     u32 word[2][2];
@@ -92,24 +91,27 @@ RL_D void exponentiate(u32 (&pairs)[16], float (&s)[32], float (&o)[D / 2], Soft
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int at = 4 * (2 * b + n) + 2 * h;
-        const float p = exp2_fast(s[at] * scale - x.maximum[h]), q = exp2_fast(s[at + 1] * scale - x.maximum[h]);
-        x.sum[h] += p + q;
+        const float p = exp2_fast(s[at] * scale - x.reference[h]), q = exp2_fast(s[at + 1] * scale - x.reference[h]);
+        sum[h] += p + q;
         pairs[4 * b + 2 * n + h] = pack_pair(p, q) & (DROPOUT ? keep_mask_pair(word, n, h) : FULL);
       }
   }
+  if (any_in_group(1 + group, sum[0] > LIMIT || sum[1] > LIMIT)) return false;  // wgmma takes whole warpgroups
+  x.sum[0] += sum[0], x.sum[1] += sum[1];
+  return true;
 }
 
 struct Place {
   u32 smem;
   int group, warp, lane;
   RL_D u32 keys() const { return smem + KEYS_AT + group * HEAD_BYTES; }
-  RL_D u32 keys_full(int j) const { return smem + BARRIERS_AT + 8 * (group * BLOCKS + j); }
-  RL_D u32 table_full() const { return smem + BARRIERS_AT + 8 * GROUPS * BLOCKS; }
+  RL_D u32 keys_full(int j) const { return smem + BARRIERS_AT + 8 * (group * (BLOCKS + 1) + j); }
+  RL_D u32 keys_empty() const { return keys_full(BLOCKS); }
+  RL_D u32 table_full() const { return smem + BARRIERS_AT + 8 * (BARRIERS - 1); }
   RL_D u32 operands() const { return afresh(operand_at(smem)); }
 };
 
-RL_D void load_keys(const Arguments& a, const Place& p, int unit, int j) {  // one thread
-  const Head head(a, unit);
+RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {  // one thread
   const int kv_head = head.index / a.heads_per_group;
   barrier_expect(p.keys_full(j), 2 * TILE);
   copy_4d(p.keys() + j * TILE, a.k, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
@@ -119,19 +121,18 @@ RL_D void load_keys(const Arguments& a, const Place& p, int unit, int j) {  // o
 RL_D void run(const Arguments& a, const Place& p) {
   const Shift to_left(p.lane, 7 - (p.lane >> 2));
   const int row = 16 * p.warp + (p.lane >> 2), column = 2 * (p.lane & 3), tiles = ceil_div(a.T, 16);
-  const int step = GROUPS * gridDim.x;
+  const int step = GROUPS * gridDim.x, first_unit = blockIdx.x + p.group * gridDim.x;
   const float scale = a.scale * LOG2_E;
   const u32 bias = dropout_bias(a.threshold);
-  const bool copies = p.warp == 0 && p.lane == 0;
   DropoutKeys site{}, keys{};
   if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
-  int unit = blockIdx.x + p.group * gridDim.x;
-  if (unit >= a.heads_in_all) return;
-  if (copies)
-    for (int j = BLOCKS - 1; j >= 0; --j) load_keys(a, p, unit, j);
+  if (first_unit >= a.heads_in_all) return;
+  Head head(a, first_unit), next_head = head;
+  if (p.warp == 0 && p.lane == 0)
+    for (int j = BLOCKS - 1; j >= 0; --j) load_keys(a, p, head, j);
   RawRows raw;
-  u32 aq[D / 16][4], pairs[16], done = 0;
-  raw.load(a, unit, 64 * (BLOCKS - 1) + 16 * p.warp, p.lane);
+  u32 aq[D / 16][4], pairs[16], done = 0, blocks = 0;
+  raw.load(a, head, 64 * (BLOCKS - 1) + 16 * p.warp, p.lane);
   raw.finish(aq, p.lane);
   float r[32], s[32], o[D / 2], first[2] = {0.f, 0.f};
   Band band;
@@ -143,39 +144,47 @@ RL_D void run(const Arguments& a, const Place& p) {
     wgmma_commit();
   }
 #pragma unroll 1
-  for (; unit < a.heads_in_all; unit += step, ++done) {
-    if (DROPOUT) keys = dropout_stream(site, a.stream + unit);
+  for (; head.unit < a.heads_in_all; head = next_head, ++done) {
+    next_head = Head(a, head.unit + step);
+    const bool more = next_head.unit < a.heads_in_all;
+    if (DROPOUT) keys = dropout_stream(site, a.stream + head.unit);
 #pragma unroll 1
-    for (int i = BLOCKS - 1; i >= 0; --i) {
-      const int next_unit = i > 0 ? unit : unit + step, next_i = i > 0 ? i - 1 : BLOCKS - 1;
-      if (next_unit < a.heads_in_all) raw.load(a, next_unit, 64 * next_i + 16 * p.warp, p.lane);
+    for (int i = BLOCKS - 1; i >= 0; --i, ++blocks) {
+      if (i > 0 || more) raw.load(a, i > 0 ? head : next_head, 64 * (i > 0 ? i - 1 : BLOCKS - 1) + 16 * p.warp, p.lane);
       Softmax x{{NOTHING, NOTHING}, {0.f, 0.f}};
 #pragma unroll 1
       for (int j = i; j >= 0; --j) {
         const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4) + p.group * (HEAD_BYTES >> 4) + j * (TILE >> 4);
-        barrier_wait(p.keys_full(j), done & 1);
+        if (i == BLOCKS - 1) barrier_wait(p.keys_full(j), done & 1);
         wgmma_wait<0>();
         wgmma_touch(o);
         if (RELATIVE) {
           wgmma_touch(r);
           take_window(band, first, r, to_left);
-#pragma unroll
-          for (int n = 0; n < 32; ++n) s[n] = 0.f;
-          add_skewed(s, band, to_left, p.warp);
         }
-        wgmma_fence();
-        multiply_rows(s, aq, tile, !RELATIVE);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_touch(s);
-        if (j == i) {
+        bool raise = j == i;
+        while (true) {
+          if (RELATIVE) {
 #pragma unroll
-          for (int n = 0; n < 8; ++n)
+            for (int n = 0; n < 32; ++n) s[n] = 0.f;
+            add_skewed(s, band, to_left, p.warp);
+          }
+          wgmma_fence();
+          multiply_rows(s, aq, tile, !RELATIVE);
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_touch(s);
+          if (j == i) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              if (column + 8 * n + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
+            for (int n = 0; n < 8; ++n)
+#pragma unroll
+              for (int e = 0; e < 4; ++e)
+                if (column + 8 * n + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
+          }
+          if (raise) raise_reference(x, o, s, scale);
+          if (exponentiate(pairs, s, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias, p.group)) break;
+          raise = true;  // a later block's scores are larger by far: rare
         }
-        exponentiate(pairs, s, o, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias);
         if (j == 0) raw.finish(aq, p.lane);  // the last use of this block's Q is behind
         wgmma_fence();
 #pragma unroll
@@ -188,22 +197,32 @@ RL_D void run(const Arguments& a, const Place& p) {
           multiply_rows(r, aq, operands + (WINDOWS_AT >> 4) + (j == 0 ? 0 : i - j + 1) * (TILE >> 4), true);
           wgmma_commit();
         }
+        // A key block is free after its own query block; its next copy starts one query block later, when all warps are.
+        if (j == i && p.lane == 0 && p.warp == i % 4) {
+          const bool in_next = i < BLOCKS - 1;
+          if (in_next ? more : done > 0) {
+            barrier_wait(p.keys_empty(), (blocks - 1) & 1);
+            load_keys(a, p, in_next ? next_head : head, in_next ? i + 1 : 0);
+          }
+        }
+        sync_warp();
       }
-      if (RELATIVE) wgmma_wait<1>(); else wgmma_wait<0>();
-      wgmma_touch(o);
-      named_barrier<128>(1 + p.group);
-      if (copies && unit + step < a.heads_in_all) load_keys(a, p, unit + step, i);
-      const Head head(a, unit);
+      float share[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         x.sum[h] += shuffle_xor(x.sum[h], 1);
         x.sum[h] += shuffle_xor(x.sum[h], 2);
+        share[h] = a.kept * reciprocal_fast(x.sum[h]);
         const int at = 64 * i + row + 8 * h;
-        if ((p.lane & 3) == 0 && at < a.T) a.lse[static_cast<i64>(unit) * a.T + at] = (x.maximum[h] + log2_fast(x.sum[h])) * LN_2;
+        if ((p.lane & 3) == 0 && at < a.T)
+          a.lse[static_cast<i64>(head.unit) * a.T + at] = (x.reference[h] + log2_fast(x.sum[h])) * LN_2;
       }
+      if (RELATIVE) wgmma_wait<1>(); else wgmma_wait<0>();
+      wgmma_touch(o);
+      if (p.lane == 0) barrier_arrive(p.keys_empty());
       const int at = 64 * i + 16 * p.warp;
-      store_rows(a.o + (static_cast<i64>(head.batch) * a.T + at) * a.o_pitch + head.index * D, a.o_pitch, o,
-                 a.kept / x.sum[0], a.kept / x.sum[1], a.T - at, p.lane);
+      store_rows(a.o + (static_cast<i64>(head.batch) * a.T + at) * a.o_pitch + head.index * D, a.o_pitch, o, share[0],
+                 share[1], a.T - at, p.lane);
     }
   }
   wgmma_wait<0>();
@@ -225,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
   const Place p{dynamic_smem(), warp_uniform(threadIdx.x >> 7), warp_uniform(threadIdx.x >> 5 & 3),
                 static_cast<int>(threadIdx.x & 31)};
   if (threadIdx.x == 0) {
-    for (int b = 0; b <= GROUPS * BLOCKS; ++b) barrier_init(p.smem + BARRIERS_AT + 8 * b, 1);
+    for (int b = 0; b < BARRIERS; ++b)
+      barrier_init(p.smem + BARRIERS_AT + 8 * b, b % (BLOCKS + 1) == BLOCKS && b < BARRIERS - 1 ? 4 : 1);
     barrier_init_fence();
     fence_async();
     if (RELATIVE) {

@@ -26,16 +26,6 @@ RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, f
   store_rows(a.dv + at, a.kv_pitch, dv, kept, kept, rows, p.lane);
 #endif
 }
-// Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
-RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 phase) {
-  const Copies copies = copies_after(n);
-  const int for_unit = copies.next_head ? unit + gridDim.x : unit;
-  if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
-  barrier_wait(p.barrier(STAGE_EMPTY), phase);
-  const Head head(a, for_unit);
-  if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
-  if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
-}
 RL_D void run_keys(const Arguments& a, const Place& p) {
   float dk[OPEN_KEYS][D / 2], dv[OPEN_KEYS][D / 2];
   u32 done = 0;
@@ -57,8 +47,6 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
       wgmma_touch(dv[slot]);
       wgmma_touch(dk[slot]);
       arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
-      if (p.warp == 0 && p.lane == 0) copy_after(a, p, unit, n, phase);
-      sync_warp();
       if (q.i == q.j) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
     }
   }
@@ -71,8 +59,8 @@ RL_D void add_window_gradient(float (&dq)[D / 2], const Place& p, int i, int win
   const u32 operands = p.operands(), g = operands + units(G_AT);
   float de[D / 2];
   wgmma_fence();
-  multiply_square(dq, g, operands + units(WINDOWS_AT + window * TILE), false);
   multiply_square_transposed(de, g, operands + queries_operand(i), true);
+  multiply_square(dq, g, operands + units(WINDOWS_AT + window * TILE), false);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_touch(dq);
@@ -104,6 +92,17 @@ RL_D void store_table_part(const Arguments& a, const Place& p) {
       store_global_8(to - 8 * D, as_bits(from_bits(sum.z) * a.gradient_scale), as_bits(from_bits(sum.w) * a.gradient_scale));
     }
 }
+// Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
+RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 phase) {
+  const Copies copies = copies_after(n);
+  const int for_unit = copies.next_head ? unit + gridDim.x : unit;
+  if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
+  barrier_wait(p.barrier(STAGE_EMPTY), phase);   // everybody is done with P and dS, and so `keys` with its tiles,
+  barrier_wait(p.barrier(QUERIES_DONE), phase);  // and `queries` also with the windows
+  const Head head(a, for_unit);
+  if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
+  if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
+}
 RL_D void run_queries(const Arguments& a, const Place& p) {
   float dq[D / 2];
   float4* carry = reinterpret_cast<float4*>(a.carry) + blockIdx.x * (16 * D) + 32 * p.warp + p.lane;
@@ -127,9 +126,14 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(dq);
+      arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
       if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
       if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
-      arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
+      if (p.lane == 0) {
+        barrier_arrive(p.barrier(QUERIES_DONE));
+        if (p.warp == 0) copy_after(a, p, unit, n, squares & 1);
+      }
+      sync_warp();
       if (q.last && q.j > 0) {
 #pragma unroll
         for (int x = 0; x < D / 8; ++x) carry[128 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);

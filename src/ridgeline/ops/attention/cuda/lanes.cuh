@@ -27,6 +27,11 @@ RL_D float log2_fast(float x) {
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+RL_D float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 RL_D uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
@@ -49,7 +54,14 @@ RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fo
   extern __shared__ __align__(1024) char bytes[];
   return smem_address(bytes);
 }
-RL_D bool any_in_warp(bool value) { return __any_sync(FULL, value); }
+// Over the 128 threads of a warpgroup, at named barrier `id`.
+RL_D bool any_in_group(int id, bool value) {
+  u32 any;
+  asm volatile(
+      "{\n.reg .pred in, out;\nsetp.ne.u32 in, %1, 0;\nbar.red.or.pred out, %2, 128, in;\nselp.u32 %0, 1, 0, out;\n}"
+      : "=r"(any) : "r"(static_cast<u32>(value)), "r"(id) : "memory");
+  return any;
+}
 
 }  // namespace rl
 #endif

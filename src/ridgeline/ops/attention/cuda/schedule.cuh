@@ -38,23 +38,32 @@ RL_HD constexpr Square square_at(int n) {
   const int bits = static_cast<int>(ORDER >> (6 * n)) & 63;
   return {bits & 3, bits >> 2 & 3, (bits & 16) != 0, (bits & 32) != 0};
 }
-// Whether square n is the first of its key block (its last one is always the diagonal), or the first or last of its
-// query block.
-RL_HD constexpr bool opens_keys(int n) {
-  for (int m = 0; m < n; ++m)
-    if (square_at(m).j == square_at(n).j) return false;
-  return true;
+// Sets of squares as bits: first of their key block (the last one is always the diagonal), first and last of their query
+// block; and, 4 bits a square, the query block of the next visit, plus 8 where that is the next head's.
+struct Sets {
+  u32 opens_keys, opens_queries, closes_queries;
+  u64 next_visit;
+};
+RL_HD constexpr Sets make_sets() {
+  Sets sets{0, 0, 0, 0};
+  for (int n = 0; n < SQUARES; ++n) {
+    bool keys = true, queries = true, close = true;
+    u64 visit = square_at(0).i + 8;
+    for (int m = SQUARES - 1; m >= 0; --m) {
+      keys = keys && (m >= n || square_at(m).j != square_at(n).j);
+      queries = queries && (m >= n || square_at(m).i != square_at(n).i);
+      close = close && (m <= n || square_at(m).i != square_at(n).i);
+      if (m > n && square_at(m).first) visit = square_at(m).i;
+    }
+    sets.opens_keys |= (keys ? 1u : 0u) << n, sets.opens_queries |= (queries ? 1u : 0u) << n;
+    sets.closes_queries |= (close ? 1u : 0u) << n, sets.next_visit |= visit << (4 * n);
+  }
+  return sets;
 }
-RL_HD constexpr bool opens_queries(int n) {
-  for (int m = 0; m < n; ++m)
-    if (square_at(m).i == square_at(n).i) return false;
-  return true;
-}
-RL_HD constexpr bool closes_queries(int n) {
-  for (int m = n + 1; m < SQUARES; ++m)
-    if (square_at(m).i == square_at(n).i) return false;
-  return true;
-}
+constexpr Sets SETS = make_sets();
+RL_HD constexpr bool opens_keys(int n) { return SETS.opens_keys >> n & 1; }
+RL_HD constexpr bool opens_queries(int n) { return SETS.opens_queries >> n & 1; }
+RL_HD constexpr bool closes_queries(int n) { return SETS.closes_queries >> n & 1; }
 
 // Tiles come in pairs: Q and dO of a query block, K and V of a key block. With four row blocks at D = 64 five slots for
 // pairs serve eight pairs in turn: 0 Q3 · 1 K0 · 2 K3 then K1 · 3 K2 then Q1 · 4 Q2 then Q0. Otherwise each has its own.
@@ -67,10 +76,10 @@ struct Copies {
   bool next_head;
 };
 RL_HD constexpr Copies copies_after(int n) {
-  if (SPLIT) {
-    constexpr Copies PLAN[10] = {{-1, 1, false}, {-1, -1, false}, {1, -1, false}, {-1, -1, false}, {0, -1, false},
-                                 {-1, -1, false}, {3, -1, true}, {-1, 3, true}, {-1, 2, true}, {2, 0, true}};
-    return PLAN[n];
+  if (SPLIT) {  // K1 after 0, Q1 after 2, Q0 after 4; then the next head's Q3 after 6, K3 after 7, K2 after 8, Q2 and K0 after 9
+    constexpr u64 QUERIES = 0x2FF3F0F1FFull, KEYS = 0x023FFFFFF1ull;  // 4 bits a square, F for none
+    const int queries = static_cast<int>(QUERIES >> (4 * n)) & 15, keys = static_cast<int>(KEYS >> (4 * n)) & 15;
+    return {queries == 15 ? -1 : queries, keys == 15 ? -1 : keys, n >= 5};
   }
   const Square q = square_at(n);
   return {closes_queries(n) ? q.i : -1, q.i == q.j ? q.j : -1, true};
@@ -94,7 +103,7 @@ enum Barrier {
   R_EMPTY = R_FULL + 4,
   TABLE_FULL = R_EMPTY + 4,
   STAGE_FULL, STAGE_EMPTY,            // P and dS
-  G_FULL, G_EMPTY,
+  G_FULL, G_EMPTY, QUERIES_DONE,      // `queries` with a square
   BARRIERS
 };
 RL_HD constexpr int arrivals(int barrier) {  // one arrival a warp, or one copy

@@ -44,10 +44,8 @@ struct Visits {
       rows.delta[h] = sum * a.kept_inverse, rows.lse[h] = next_lse[h] * LOG2_E;
     }
     sync_warp();
-    int m = n + 1;
-    while (m < SQUARES && !square_at(m).first) ++m;
-    const int next = m < SQUARES ? unit : unit + gridDim.x;
-    if (next < a.heads_in_all) start(a, p, next, square_at(m < SQUARES ? m : 0).i);
+    const int visit = static_cast<int>(SETS.next_visit >> (4 * n)) & 15, next = visit & 8 ? unit + gridDim.x : unit;
+    if (next < a.heads_in_all) start(a, p, next, visit & 3);
     return rows;
   }
   static RL_D float dot_8(uint4 a, uint4 b) {
