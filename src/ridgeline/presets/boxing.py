@@ -21,9 +21,9 @@ def boxing() -> TrainConfig:
         model=policy_config(decoder),
         data="boxing",
         window=WindowSpec(context=CONTEXT),
-        batch=64,
+        batch=32,
         optimizer=OptimizerConfig(lr=2e-3, floor=2e-5, warmup=100, betas=(0.9, 0.99), weight_decay=0.05),
         minutes=3.0,
-        eval_interval=500,
-        checkpoint_interval=500,
+        eval_interval=1000,
+        checkpoint_interval=1000,
     )
