@@ -1,0 +1,78 @@
+"""The public function of the heads.
+
+reference   plain torch, which is also what an ordinary model does (reference.py)
+triton      norms, activations and losses by Triton, products by the vendor's GEMM on padded operands
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import UnsupportedError
+from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops.heads.reference import Conditioning, HeadWeights, heads_losses_reference
+
+IMPLEMENTATIONS = ("reference", "triton")
+
+
+def available(impl: str, device: torch.device) -> str | None:
+    """Why `impl` cannot run on `device`, or None when it can."""
+    return availability(impl, IMPLEMENTATIONS, device)
+
+
+def heads_losses(
+    state_NC: Tensor,
+    heads: Sequence[HeadWeights],
+    targets_NK: Tensor,
+    *,
+    eps: float = 1e-5,
+    conditioning: Conditioning = "logits",
+    impl: str = "reference",
+) -> Tensor:
+    """Mean cross-entropy of each of K heads that hear what the earlier ones said.
+
+    Args:
+        state_NC: the trunk's state; fp32, bf16 or fp16, contiguous for "triton", as are the weights.
+        heads: weights in the order in which the heads speak; head k is over C plus all earlier classes.
+        targets_NK: int64 or int32 classes; −100 where a row does not count for a head.
+        eps: of the norms.
+        conditioning: later heads hear the earlier ones' "logits" (detached) or the targets' "classes" (one-hots).
+        impl: "reference" or "triton".
+
+    Returns:
+        fp32[K]; NaN where every row is ignored. Gradients flow to the state and to every weight.
+
+    Raises:
+        UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
+    """
+    demand(impl, IMPLEMENTATIONS, state_NC.device)
+    if conditioning not in ("logits", "classes"):
+        raise UnsupportedError(f"conditioning must be logits or classes, got {conditioning!r}")
+    if state_NC.dim() != 2:
+        raise UnsupportedError(f"state_NC must have two axes, got shape {tuple(state_NC.shape)}")
+    check_shape("targets_NK", targets_NK, (state_NC.shape[0], len(heads)))
+    if targets_NK.dtype not in (torch.int64, torch.int32):
+        raise UnsupportedError(f"targets_NK must be int64 or int32, got {targets_NK.dtype}")
+    check_devices(state_NC.device, targets_NK=targets_NK)
+    width = state_NC.shape[1]
+    for index, head in enumerate(heads):
+        (F, C), V = head.up_FC.shape, head.down_VF.shape[0]
+        named = {f"{name} of head {index}": tensor for name, tensor in head._asdict().items()}
+        check_devices(state_NC.device, **named)
+        shapes = ((width,), (width,), (F, width), (F,), (V, F), (V,))
+        for (name, tensor), shape in zip(named.items(), shapes, strict=True):
+            check_shape(name, tensor, shape)
+            if impl == "triton" and tensor.dtype != state_NC.dtype:
+                raise UnsupportedError(f"{name} must be {state_NC.dtype} like state_NC, got {tensor.dtype}")
+        if impl == "triton":
+            check_storage(state_NC=state_NC, **named)
+        width = C + V
+    if impl == "reference":
+        return heads_losses_reference(state_NC, heads, targets_NK, eps=eps, conditioning=conditioning)
+    from ridgeline.ops.heads.function import HeadsLosses
+
+    flat = [tensor for head in heads for tensor in head]
+    return HeadsLosses.apply(state_NC, targets_NK, eps, conditioning, *flat)
