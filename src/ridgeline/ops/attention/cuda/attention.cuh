@@ -192,6 +192,17 @@ RL_D void store_rows(u16* out, int pitch, const float (&d)[D / 2], float scale_l
   }
 }
 
+// Scores of a diagonal square: keys after the query count as nothing.
+constexpr float NOTHING = -1e30f;
+RL_D void mask_future(float (&s)[32], int warp, int lane) {
+  const int row = 16 * warp + (lane >> 2), column = 2 * (lane & 3);
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (column + 8 * n + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
+}
+
 // The counter's base for a lane: rows 16 (4 i + warp) + lane / 4, columns 64 j + 2 (lane % 4) of a (T, T) square.
 RL_D u32 dropout_base(int i, int j, int warp, int lane, int tiles) {
   return static_cast<u32>(((i * 4 + warp) * tiles + j * 4) * 64 + (lane >> 2) * 8 + 2 * (lane & 3));

@@ -6,7 +6,6 @@
 namespace rl {
 
 constexpr int GROUPS = WARPGROUPS;
-constexpr float NOTHING = -1e30f;  // a score that no key has
 // A row's reference is the largest score of its first key block, and stays so while its probabilities sum to less than this.
 constexpr float LIMIT = RL_FP16 ? 16384.f : 1e18f;
 
@@ -120,7 +119,7 @@ RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {  // 
 
 RL_D void run(const Arguments& a, const Place& p) {
   const Shift to_left(p.lane, 7 - (p.lane >> 2));
-  const int row = 16 * p.warp + (p.lane >> 2), column = 2 * (p.lane & 3), tiles = ceil_div(a.T, 16);
+  const int row = 16 * p.warp + (p.lane >> 2), tiles = ceil_div(a.T, 16);
   const int step = GROUPS * gridDim.x, first_unit = blockIdx.x + p.group * gridDim.x;
   const float scale = a.scale * LOG2_E;
   const u32 bias = dropout_bias(a.threshold);
@@ -174,13 +173,7 @@ RL_D void run(const Arguments& a, const Place& p) {
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_touch(s);
-          if (j == i) {
-#pragma unroll
-            for (int n = 0; n < 8; ++n)
-#pragma unroll
-              for (int e = 0; e < 4; ++e)
-                if (column + 8 * n + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
-          }
+          if (j == i) mask_future(s, p.warp, p.lane);
           if (raise) raise_reference(x, o, s, scale);
           if (exponentiate(pairs, s, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias, p.group)) break;
           raise = true;  // a later block's scores are larger by far: rare

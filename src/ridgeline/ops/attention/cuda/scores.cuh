@@ -59,8 +59,7 @@ struct Visits {
 // P (dropped) and dS of 16 columns b from S and dP, packed along columns.
 template <int B>
 RL_D void sixteen_columns(u32 (&pairs_p)[16], u32 (&pairs_ds)[16], const float (&s)[32], const float (&dp)[32],
-                          const Rows& rows, float scale, bool diagonal, int row, int column, u32 counter,
-                          DropoutKeys keys, u32 bias) {
+                          const Rows& rows, float scale, u32 counter, DropoutKeys keys, u32 bias) {
   u32 word[2][2];
   if (DROPOUT) keep_words(word, counter + 64 * B, keys, bias);
 #pragma unroll
@@ -71,8 +70,7 @@ RL_D void sixteen_columns(u32 (&pairs_p)[16], u32 (&pairs_ds)[16], const float (
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int at = 4 * (2 * B + n) + 2 * h + e;
-        float full = exp2_fast(s[at] * scale - rows.lse[h]);
-        if (diagonal && column + 16 * B + 8 * n + e > row + 8 * h) full = 0.f;
+        const float full = exp2_fast(s[at] * scale - rows.lse[h]);
         p[e] = DROPOUT ? keep_float(full, keep_mask(word, n, h, e)) : full;
         ds[e] = p[e] * dp[at] - full * rows.delta[h];
       }
@@ -108,7 +106,7 @@ struct ScoresStart {
 };
 
 RL_D void run_scores(const Arguments& a, const Place& p) {
-  const int row = 16 * p.warp + (p.lane >> 2), column = 2 * (p.lane & 3), tiles = ceil_div(a.T, 16);
+  const int row = 16 * p.warp + (p.lane >> 2), tiles = ceil_div(a.T, 16);
   const float scale = a.scale * LOG2_E;
   const u32 bias = dropout_bias(a.threshold);
   DropoutKeys site{}, keys{};
@@ -152,11 +150,11 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
       wgmma_touch(dp);
       u32 pairs_p[16], pairs_ds[16];
       const u32 counter = dropout_base(q.i, q.j, p.warp, p.lane, tiles);
-      const bool diagonal = q.i == q.j;
-      sixteen_columns<0>(pairs_p, pairs_ds, s, dp, rows, scale, diagonal, row, column, counter, keys, bias);
-      sixteen_columns<1>(pairs_p, pairs_ds, s, dp, rows, scale, diagonal, row, column, counter, keys, bias);
-      sixteen_columns<2>(pairs_p, pairs_ds, s, dp, rows, scale, diagonal, row, column, counter, keys, bias);
-      sixteen_columns<3>(pairs_p, pairs_ds, s, dp, rows, scale, diagonal, row, column, counter, keys, bias);
+      if (q.i == q.j) mask_future(s, p.warp, p.lane);
+      sixteen_columns<0>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
+      sixteen_columns<1>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
+      sixteen_columns<2>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
+      sixteen_columns<3>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
       const auto begin_next = [&] {  // after the last square for nothing, which is cheaper than a branch
         if (more) {
           start.wait(p, next, n + 1 < SQUARES ? done & 1 : ~done & 1);
