@@ -9,6 +9,17 @@ RL_D float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL, val
 RL_D void sync_warp() { __syncwarp(); }
 RL_D void sync_block() { __syncthreads(); }
 RL_D uint4 load_stream(const uint4* pointer) { return __ldcs(pointer); }  // read once
+// A load that stays where it is written, among products and stores.
+RL_D uint4 load_here(const void* pointer) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(pointer) : "memory");
+  return v;
+}
+RL_D uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
 RL_D u32 load_shared_u32(u32 address) {
   u32 value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

@@ -9,9 +9,11 @@ using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of dz: [K block][64][64]
 constexpr int PANEL_BYTES = 16 * 128, STAGING_BYTES = 4 * 2 * PANEL_BYTES;  // a warp's 16 × 64; two a warp: a and du
-constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 4 * 128 * 4 : 0;                // a warpgroup's: [parity][warp][column]
+constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 128 * 4 : 0;                    // a warpgroup's: [pair of warps][column]
 constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
-constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, BARRIERS = DU_SUMS + 2 * DU_SUMS_BYTES;
+constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, VECTOR = DU_SUMS + 2 * DU_SUMS_BYTES;
+constexpr int BARRIERS = VECTOR + VECTOR_BYTES;
+static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where dz was");
 static_assert(STAGING_BYTES >= SUMS_BYTES, "the join's sums are taken where a and du were staged");
 
@@ -46,10 +48,10 @@ RL_D void load_kept(uint4 (&kept)[4], const uint4* first, bool inside) {
   for (int step = 0; step < 4; ++step) kept[step] = inside ? load_stream(first + 128 * step) : uint4{0, 0, 0, 0};
 }
 
-// du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's two panels at `staging`; `sums` is the
-// warpgroup's place for this chunk's sums. `kept` holds the first four steps of what lies at `source`.
-RL_D void differentiate(u32 (&pairs)[8][4], const float (&da)[64], uint4 (&kept)[4], const uint4* source, bool inside,
-                        const Inner& p, int column, int row, u32 staging, u32 sums, const Place& me) {
+// du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's two panels at `staging`. `kept` holds
+// the first four steps of what lies at `source`. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
+RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
+                        bool inside, const Inner& p, int column, int row, u32 staging, const Place& me) {
   const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
   float sum[8];
 #pragma unroll
@@ -78,10 +80,7 @@ RL_D void differentiate(u32 (&pairs)[8][4], const float (&da)[64], uint4 (&kept)
       sum[4 * (step % 2) + e] = d[e] + d[2 + e];
       sum[4 * (step % 2) + 2 + e] = d[4 + e] + d[6 + e];
     }
-    if (UP_BIAS && step % 2) {  // value 2 j + e of lane q is column 8 j + 2 q + e of these 32
-      const int i = me.lane / 4, mine = 32 * (step / 2) + 8 * (i / 2) + 2 * (me.lane % 4) + i % 2;
-      store_shared(sums + (128 * me.warp + mine) * 4, column_sum(sum, me.lane));
-    }
+    if (UP_BIAS && step % 2) sums[step / 2] = column_sum(sum, me.lane);
     if (step % 4 == 3) {
       fence_async();
       sync_warp();
@@ -94,9 +93,63 @@ RL_D void differentiate(u32 (&pairs)[8][4], const float (&da)[64], uint4 (&kept)
   }
 }
 
+// The warpgroup's sums of 128 columns, its warps' added in a fixed order, to `out`.
+RL_D void write_sums(const float (&sums)[4], float* out, int columns, u32 area, const Place& me) {
+  const u32 mine = area + (me.warp / 2 * 128 + 8 * (me.lane / 8) + 2 * (me.lane % 4) + me.lane / 4 % 2) * 4;
+  if (me.warp % 2)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared(mine + 128 * i, sums[i]);
+  named_barrier<128>(1 + me.group);
+  if (me.warp % 2 == 0)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_shared(mine + 128 * i, sums[i] + load_shared(mine + 128 * i));
+  named_barrier<128>(1 + me.group);
+  const u32 column = me.thread();
+  if (me.thread() < columns) out[column] = load_shared(area + 4 * column) + load_shared(area + 512 + 4 * column);
+}
+
+// da = dz Wdown for 128 columns; the last group is still under way.
+RL_D void multiply_down(float (&da)[64], u32 rows, Ring& ring, const Place& me) {
+#pragma unroll
+  for (int k = 0; k < K_BLOCKS; ++k) {
+    ring.wait();
+    wgmma_fence();
+    product<1>(da, rows + k * 8192, ring.address(), k > 0);
+    wgmma_commit();
+    if (k > 0) {
+      wgmma_wait<1>();
+      release(ring, 1, me);
+    }
+    ring.advance();
+  }
+}
+
+// dh += du Wup for 128 of the inner columns.
+RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[8][4], Ring& ring, const Place& me) {
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      ring.wait();
+      wgmma_fence();
+      product_registers<1>(dh[half], du + 4 * k, ring.address());
+      wgmma_commit();
+      if (k + half > 0) {
+        wgmma_wait<1>();
+        release(ring, 1, me);
+      }
+      ring.advance();
+    }
+  wgmma_wait<0>();
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
+  release(ring, 1, me);
+}
+
 RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last, u32 smem, Barriers bar, const Place& me) {
   Ring ring(smem + RING, bar);
   const u32 rows = smem + me.group * ROWS_BYTES, staging = smem + STAGING + me.group * STAGING_BYTES;
+  if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
   for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
     const int row = tiles.tile * TILE_ROWS + 64 * me.group;
@@ -104,58 +157,35 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
 #pragma unroll
     for (int i = 0; i < HALVES * 64; ++i) dh[i / 64][i % 64] = 0.f;
     barrier_wait(bar.rows_full(me.group), phase);
+    u32 du[8][4];
 #pragma unroll 1
     for (int chunk = first; chunk < last; ++chunk) {
-      float da[64];
-#pragma unroll
-      for (int k = 0; k < K_BLOCKS; ++k) {
-        ring.wait();
-        wgmma_fence();
-        product<1>(da, rows + k * 8192, ring.address(), k > 0);
-        wgmma_commit();
-        if (k > 0) {
-          wgmma_wait<1>();
-          release(ring, 1, me);
-        }
-        ring.advance();
-      }
-      const uint4* source = p.kept + kept_index(row / 64, p.chunks, chunk, 0, me.thread());
+      float da[64], sums[4];
       uint4 kept[4];
+      begin_turn(me);
+      if (chunk > first) multiply_up(dh, du, ring, me);
+      multiply_down(da, rows, ring, me);
+      end_turn(me);
+      const uint4* source = p.kept + kept_index(row / 64, p.chunks, chunk, 0, me.thread());
       load_kept(kept, source, row < join.rows);
       wgmma_wait<0>();
       wgmma_touch(da);
       release(ring, 1, me);
-      if (chunk + 1 == last && me.lane == 0) {
-        if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
-        else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
-      }
-      u32 du[8][4];
-      const u32 sums = smem + DU_SUMS + me.group * DU_SUMS_BYTES + (chunk & 1) * DU_SUMS_BYTES / 2;
-      differentiate(du, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp, staging + me.warp * 2 * PANEL_BYTES, sums, me);
-#pragma unroll
-      for (int k = 0; k < 2; ++k)
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half) {
-          ring.wait();
-          wgmma_fence();
-          product_registers<1>(dh[half], du + 4 * k, ring.address());
-          wgmma_commit();
-          if (k + half > 0) {
-            wgmma_wait<1>();
-            release(ring, 1, me);
-          }
-          ring.advance();
-        }
-      if (UP_BIAS) {
-        named_barrier<128>(1 + me.group);
-        if (128 * chunk + me.thread() < p.inner)
-          p.sums[static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk + me.thread()] = warps_sum(sums, 128, me.thread());
-      }
-      wgmma_wait<0>();
-#pragma unroll
-      for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
-      release(ring, 1, me);
+      differentiate(du, sums, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp,
+                    staging + me.warp * 2 * PANEL_BYTES, me);
+      if (UP_BIAS)
+        write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
+                   smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
     }
+    if (me.lane == 0) {
+      if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
+      else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+    }
+    Ahead ahead;
+    ahead.load(join, row + first_row(me), me);
+    begin_turn(me);
+    multiply_up(dh, du, ring, me);
+    end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
       exchange(v, dh, rows, bar, phase, me);
@@ -168,7 +198,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
     own_columns(v, me);
     if (me.lane == 0) store_wait_read<0>();
     named_barrier<128>(1 + me.group);  // the join's sums are taken where a and du were staged
-    join_backward(join, v, row + first_row(me), staging, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
+    join_backward(join, v, ahead, row + first_row(me), staging, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
   }
 }
 
@@ -183,9 +213,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
-  if (threadIdx.x == 0) bar.init();
+  if (threadIdx.x == 0) {
+    bar.init();
+    prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a), prefetch_map(&du);
+  }
   wait_for_previous();
   let_next_start();
+  copy_vector(smem + VECTOR, weight);
   tile_sync();
   const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
@@ -194,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar, me);
   } else {
     registers_up<232>();
-    const JoinBackward join{r, weight, dresidual, mean, rstd, dr, dbranch, partials, stride, rows,
+    const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, {kept, &a, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
   }

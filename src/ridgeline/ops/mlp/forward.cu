@@ -8,7 +8,8 @@
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of h: [K block][64][64]
-constexpr int RING = 2 * ROWS_BYTES, BIAS = RING + STAGES * SLOT_BYTES;
+constexpr int RING = 2 * ROWS_BYTES, VECTORS = RING + STAGES * SLOT_BYTES, BIAS = VECTORS + 3 * VECTOR_BYTES;
+static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where h was");
 
 RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
@@ -29,7 +30,7 @@ RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down
   }
 }
 
-// u = h Wupᵀ + b for 128 columns.
+// u = h Wupᵀ + b for 128 columns; the last group is still under way.
 RL_D void multiply_up(float (&u)[64], u32 rows, u32 bias, Ring& ring, const Place& me) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
@@ -50,9 +51,6 @@ RL_D void multiply_up(float (&u)[64], u32 rows, u32 bias, Ring& ring, const Plac
     }
     ring.advance();
   }
-  wgmma_wait<0>();
-  wgmma_touch(u);
-  release(ring, 1, me);
 }
 
 // z += a Wdownᵀ for 128 of the inner columns.
@@ -77,25 +75,28 @@ RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring
   release(ring, 1, me);
 }
 
-RL_D void consume(const JoinForward& join, const u16* down_bias, uint4* kept, int chunks, int first, int last, u32 smem,
+RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunks, int first, int last, u32 smem,
                   Barriers bar, const Place& me) {
   Ring ring(smem + RING, bar);
   const u32 rows = smem + me.group * ROWS_BYTES;
+  if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
   for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
     const int row = tiles.tile * TILE_ROWS + 64 * me.group;
     float z[HALVES][64];
     begin_sums<BRANCH_BIAS>(z, down_bias, me);
     barrier_wait(bar.rows_full(me.group), phase);
+    u32 a[8][4];
 #pragma unroll 1
     for (int chunk = first; chunk < last; ++chunk) {
       float u[64];
-      u32 a[8][4];
+      begin_turn(me);
+      if (chunk > first) multiply_down(z, a, ring, me);
       multiply_up(u, rows, smem + BIAS + 256 * chunk, ring, me);
-      if (chunk + 1 == last && me.lane == 0) {
-        if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
-        else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
-      }
+      end_turn(me);
+      wgmma_wait<0>();
+      wgmma_touch(u);
+      release(ring, 1, me);
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
         float* x = u + 8 * step;
@@ -103,8 +104,16 @@ RL_D void consume(const JoinForward& join, const u16* down_bias, uint4* kept, in
 #pragma unroll
         for (int k = 0; k < 4; ++k) a[step][k] = pack_pair(gelu<GELU_TANH>(x[2 * k]), gelu<GELU_TANH>(x[2 * k + 1]));
       }
-      multiply_down(z, a, ring, me);
     }
+    if (me.lane == 0) {
+      if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
+      else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+    }
+    uint4 ahead[GROUPS];
+    load_residual(ahead, join, row + first_row(me), me);
+    begin_turn(me);
+    multiply_down(z, a, ring, me);
+    end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
       exchange(v, z, rows, bar, phase, me);
@@ -114,7 +123,7 @@ RL_D void consume(const JoinForward& join, const u16* down_bias, uint4* kept, in
     } else {
       take_rows(v, z);
     }
-    join_forward(join, v, row + first_row(me), me);
+    join_forward(join, v, ahead, row + first_row(me), me);
   }
 }
 
@@ -129,9 +138,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int chunks = ceil_div(inner, 128);
   const Barriers bar{smem + BIAS + chunks * 256};
   const Place me = Place::here();
-  if (threadIdx.x == 0) bar.init();
+  if (threadIdx.x == 0) {
+    bar.init();
+    prefetch_map(&h), prefetch_map(&up), prefetch_map(&down);
+  }
   wait_for_previous();
   let_next_start();
+  const u32 vectors = smem + VECTORS;  // scale and shift of the norm, bias of Wdown
+  copy_vector(vectors, weight);
+  if (NORM_BIAS) copy_vector(vectors + VECTOR_BYTES, bias);
+  if (BRANCH_BIAS) copy_vector(vectors + 2 * VECTOR_BYTES, down_bias);
   if (UP_BIAS)
     for (int i = threadIdx.x; i < chunks * 64; i += THREADS)
       store_shared_u32(smem + BIAS + 4 * i, 2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0);
@@ -142,9 +158,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(&h, &up, &down, rows, first, last, smem, bar, me);
   } else {
     registers_up<232>();
-    const JoinForward join{residual, weight, bias, r, next, mean, rstd, eps, rows,
+    const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, down_bias, kept, chunks, first, last, smem, bar, me);
+    consume(join, vectors + 2 * VECTOR_BYTES, kept, chunks, first, last, smem, bar, me);
   }
   tile_sync();  // a peer may still arrive or send here
 }

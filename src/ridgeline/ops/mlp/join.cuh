@@ -42,14 +42,24 @@ struct RowMask {
   }
 };
 
-RL_D void load_eight(float (&v)[8], const u16* pointer) {
-  const uint4 pairs = *reinterpret_cast<const uint4*>(pointer);
+RL_D void unpack_eight(float* v, uint4 pairs) {
   v[0] = pair_low(pairs.x), v[1] = pair_high(pairs.x), v[2] = pair_low(pairs.y), v[3] = pair_high(pairs.y);
   v[4] = pair_low(pairs.z), v[5] = pair_high(pairs.z), v[6] = pair_low(pairs.w), v[7] = pair_high(pairs.w);
+}
+// A row's share of this lane, all loads under way at once: what follows may store where it cannot be known not to alias.
+RL_D void load_row(uint4 (&row)[GROUPS], const u16* pointer, bool inside) {
+#pragma unroll
+  for (int g = 0; g < GROUPS; ++g) row[g] = inside ? load_here(pointer + 32 * g) : uint4{0, 0, 0, 0};
 }
 RL_D uint4 pack_eight(const float* v) {
   return {pack_pair(v[0], v[1]), pack_pair(v[2], v[3]), pack_pair(v[4], v[5]), pack_pair(v[6], v[7])};
 }
+// Vectors of WIDTH that every tile reads are kept in shared memory: copied by all threads before the first tile.
+constexpr int VECTOR_BYTES = WIDTH * 2;
+RL_D void copy_vector(u32 address, const u16* source) {
+  for (int i = threadIdx.x; i < WIDTH / 2; i += THREADS) store_shared_u32(address + 4 * i, reinterpret_cast<const u32*>(source)[i]);
+}
+
 RL_D float row_sum(float x) {  // over the four lanes of a row
   x += shuffle_xor(x, 1);
   return x + shuffle_xor(x, 2);
@@ -57,7 +67,8 @@ RL_D float row_sum(float x) {  // over the four lanes of a row
 
 // ---- forward: v holds branch + bias. r = residual + dropout(v), rounded; h = norm(r).
 struct JoinForward {
-  const u16 *residual, *weight, *bias;
+  const u16* residual;
+  u32 weight, bias;  // in shared memory
   u16 *r, *h;
   float *mean, *rstd;
   float eps;
@@ -65,32 +76,38 @@ struct JoinForward {
   Mask mask;
 };
 
-RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], int row, const Place& me) {
+// `ahead` is the residual of this thread's first row, loaded by `load_residual` while the last product was under way.
+RL_D void load_residual(uint4 (&ahead)[GROUPS], const JoinForward& p, int row, const Place& me) {
+  if (RESIDUAL) load_row(ahead, p.residual + static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4), row < p.rows);
+}
+
+RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], uint4 (&ahead)[GROUPS], int row, const Place& me) {
   const int first = 8 * (me.lane % 4);
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i, row += 8) {
     const bool inside = row < p.rows;
     const i64 base = static_cast<i64>(row) * WIDTH + first;
     const RowMask mask(p.mask, row);
+    uint4 residuals[GROUPS];
+#pragma unroll
+    for (int g = 0; g < GROUPS * RESIDUAL; ++g) residuals[g] = ahead[g];
+    if (i + 1 < OWN_ROWS) load_residual(ahead, p, row + 8, me);
     float sum = 0.f, mean = 0.f, squares = 0.f;
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;
       mask.apply(x, 32 * g + first, p.mask);
       if (RESIDUAL) {
-        float residual[8] = {};
-        if (inside) load_eight(residual, p.residual + base + 32 * g);
+        float residual[8];
+        unpack_eight(residual, residuals[g]);
 #pragma unroll
         for (int k = 0; k < 8; ++k) x[k] += residual[k];
       }
       const uint4 out = pack_eight(x);
       if (inside) *reinterpret_cast<uint4*>(p.r + base + 32 * g) = out;
-      const u32 pairs[4] = {out.x, out.y, out.z, out.w};
+      unpack_eight(x, out);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        x[k] = k % 2 ? pair_high(pairs[k / 2]) : pair_low(pairs[k / 2]);
-        sum += x[k];
-      }
+      for (int k = 0; k < 8; ++k) sum += x[k];
     }
     if (!RMS) mean = row_sum(sum) * (1.f / WIDTH);
 #pragma unroll
@@ -103,8 +120,8 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], int row
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;
       float weight[8], bias[8] = {};
-      load_eight(weight, p.weight + 32 * g + first);
-      if (NORM_BIAS) load_eight(bias, p.bias + 32 * g + first);
+      unpack_eight(weight, load_shared_16(p.weight + 64 * g + 2 * first));
+      if (NORM_BIAS) unpack_eight(bias, load_shared_16(p.bias + 64 * g + 2 * first));
 #pragma unroll
       for (int k = 0; k < 8; ++k) x[k] = x[k] * rstd * weight[k] + bias[k];
       if (inside) *reinterpret_cast<uint4*>(p.h + base + 32 * g) = pack_eight(x);
@@ -116,15 +133,15 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], int row
   }
 }
 
-// Sums begin at the bias of the columns that this lane will own, in one block of a pair, or at zero.
+// Sums begin at the bias (in shared memory) of the columns that this lane will own, in one block of a pair, or at zero.
 template <bool HAS_BIAS>
-RL_D void begin_sums(float (&z)[HALVES][64], const u16* bias, const Place& me) {
+RL_D void begin_sums(float (&z)[HALVES][64], u32 bias, const Place& me) {
 #pragma unroll
   for (int half = 0; half < HALVES; ++half)
 #pragma unroll
     for (int g = 0; g < 4; ++g) {
       float b[8] = {};
-      if (HAS_BIAS && me.split == 0) load_eight(b, bias + 128 * half + 32 * g + 8 * (me.lane % 4));
+      if (HAS_BIAS && me.split == 0) unpack_eight(b, load_shared_16(bias + 256 * half + 64 * g + 16 * (me.lane % 4)));
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int low = 16 * g + i / 2 * 4 + i % 2;
@@ -187,7 +204,8 @@ constexpr int SUMS = 1 + NORM_BIAS + BRANCH_BIAS;  // of scale, shift, branch bi
 constexpr int SUMS_BYTES = SUMS * 4 * WIDTH * 4;   // a warpgroup's: [sum][warp][column]
 
 struct JoinBackward {
-  const u16 *r, *weight, *dresidual;
+  const u16 *r, *dresidual;
+  u32 weight;  // in shared memory
   const float *mean, *rstd;
   u16 *dr, *dbranch;
   float* partials;  // [row of partials][sum][column], rows `stride` apart
@@ -196,31 +214,43 @@ struct JoinBackward {
   Mask mask;
 };
 
+// What the first pass of join_backward reads from memory, loaded while the last product is under way.
+struct Ahead {
+  float mean[OWN_ROWS], rstd[OWN_ROWS];
+  uint4 r[GROUPS];  // of this thread's first row
+  RL_D void load(const JoinBackward& p, int row, const Place& me) {
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) {
+      const bool inside = row + 8 * i < p.rows;
+      mean[i] = !RMS && inside ? p.mean[row + 8 * i] : 0.f;
+      rstd[i] = inside ? p.rstd[row + 8 * i] : 0.f;
+    }
+    load_row(r, p.r + static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4), row < p.rows);
+  }
+};
+
 // dr = dresidual + norm'(dh); dbranch = dropout'(dr); sums over the warpgroup's rows into one row of partials.
-RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], int row, u32 sums, int partial_row,
-                        const Place& me) {
+RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const Ahead& ahead, int row, u32 sums,
+                        int partial_row, const Place& me) {
   const int first = 8 * (me.lane % 4), mine = first + me.lane / 4;
   const u32 target = sums + (me.warp * WIDTH + mine) * 4;
   constexpr int KIND = 4 * WIDTH * 4;
-  float mean[OWN_ROWS] = {}, rstd[OWN_ROWS] = {}, inner[OWN_ROWS] = {}, plain[OWN_ROWS] = {};
-#pragma unroll
-  for (int i = 0; i < OWN_ROWS; ++i)
-    if (row + 8 * i < p.rows) {
-      if (!RMS) mean[i] = p.mean[row + 8 * i];
-      rstd[i] = p.rstd[row + 8 * i];
-    }
+  float inner[OWN_ROWS] = {}, plain[OWN_ROWS] = {};
+  uint4 second[GROUPS], residuals[GROUPS];
+  if (OWN_ROWS == 1 && RESIDUAL) load_row(residuals, p.dresidual + static_cast<i64>(row) * WIDTH + first, row < p.rows);
+  if (OWN_ROWS == 2) load_row(second, p.r + static_cast<i64>(row + 8) * WIDTH + first, row + 8 < p.rows);
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     float weight[8], dweight[8] = {}, dbias[8] = {};
-    load_eight(weight, p.weight + 32 * g + first);
+    unpack_eight(weight, load_shared_16(p.weight + 64 * g + 2 * first));
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
       float* dh = v[i] + 8 * g;
-      float x[8] = {};
-      if (row + 8 * i < p.rows) load_eight(x, p.r + static_cast<i64>(row + 8 * i) * WIDTH + first + 32 * g);
+      float x[8];
+      unpack_eight(x, i == 0 ? ahead.r[g] : second[g]);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
-        const float normal = (x[k] - mean[i]) * rstd[i];
+        const float normal = (x[k] - ahead.mean[i]) * ahead.rstd[i];
         dweight[k] += dh[k] * normal;
         dbias[k] += dh[k];
         dh[k] *= weight[k];
@@ -237,29 +267,37 @@ RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], int r
     plain[i] = RMS ? 0.f : row_sum(plain[i]) * (1.f / WIDTH);
   }
 #pragma unroll
-  for (int g = 0; g < GROUPS; ++g) {
-    float dbranch_bias[8] = {};
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    const bool inside = row + 8 * i < p.rows;
+    const i64 base = static_cast<i64>(row + 8 * i) * WIDTH + first;
+    const RowMask mask(p.mask, row + 8 * i);
+    uint4 again[GROUPS];
+    if (OWN_ROWS == 2) load_row(again, p.r + base, inside);  // registers do not last for both rows
+    if (OWN_ROWS == 2 && RESIDUAL) load_row(residuals, p.dresidual + base, inside);
 #pragma unroll
-    for (int i = 0; i < OWN_ROWS; ++i)
-      if (row + 8 * i < p.rows) {
-        float* d = v[i] + 8 * g;
-        const i64 place = static_cast<i64>(row + 8 * i) * WIDTH + first + 32 * g;
-        float x[8], residual[8] = {};
-        load_eight(x, p.r + place);
-        if (RESIDUAL) load_eight(residual, p.dresidual + place);
+    for (int g = 0; g < GROUPS; ++g) {
+      float* d = v[i] + 8 * g;
+      float x[8], residual[8] = {};
+      unpack_eight(x, OWN_ROWS == 2 ? again[g] : ahead.r[g]);
+      if (RESIDUAL) unpack_eight(residual, residuals[g]);
 #pragma unroll
-        for (int k = 0; k < 8; ++k)
-          d[k] = (d[k] - plain[i] - (x[k] - mean[i]) * rstd[i] * inner[i]) * rstd[i] + residual[k];
-        *reinterpret_cast<uint4*>(p.dr + place) = pack_eight(d);
-        if (DROPOUT) {
-          RowMask(p.mask, row + 8 * i).apply(d, 32 * g + first, p.mask);
-          *reinterpret_cast<uint4*>(p.dbranch + place) = pack_eight(d);
-        }
-#pragma unroll
-        for (int k = 0; k < 8; ++k) dbranch_bias[k] += d[k];
-      }
-    if (BRANCH_BIAS) store_shared(target + (1 + NORM_BIAS) * KIND + 32 * g * 4, column_sum(dbranch_bias, me.lane));
+      for (int k = 0; k < 8; ++k)
+        d[k] = (d[k] - plain[i] - (x[k] - ahead.mean[i]) * ahead.rstd[i] * inner[i]) * ahead.rstd[i] + residual[k];
+      if (inside) *reinterpret_cast<uint4*>(p.dr + base + 32 * g) = pack_eight(d);
+      mask.apply(d, 32 * g + first, p.mask);
+      if (DROPOUT && inside) *reinterpret_cast<uint4*>(p.dbranch + base + 32 * g) = pack_eight(d);
+    }
   }
+  if (BRANCH_BIAS)
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g) {
+      float dbranch_bias[8] = {};
+#pragma unroll
+      for (int i = 0; i < OWN_ROWS; ++i)
+#pragma unroll
+        for (int k = 0; k < 8; ++k) dbranch_bias[k] += v[i][8 * g + k];
+      store_shared(target + (1 + NORM_BIAS) * KIND + 32 * g * 4, column_sum(dbranch_bias, me.lane));
+    }
   named_barrier<128>(1 + me.group);
   float* out = p.partials + partial_row * p.stride;
 #pragma unroll

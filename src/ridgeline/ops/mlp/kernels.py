@@ -143,15 +143,15 @@ def inner_partial_rows(N: int, config: Config) -> int:
 
 
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
-    """Bytes of dynamic shared memory of a kernel, alignment included (the layout is written in the .cu files)."""
+    """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
     rows, exchange = 2 * width * 128, 2 * width * 128 if config.split == 2 else 0
     size = {
-        "mlp_forward": rows + chunks(F) * 256,
-        "mlp_backward": rows + 2 * 4 * 2 * 2048 + (2 * 2 * 4 * CHUNK * 4 if up_bias else 0),
-        "project_forward": exchange,
-        "project_backward": exchange + 2 * sums * 4 * width * 4,
+        "mlp_forward": rows + 3 * width * 2 + chunks(F) * 256,
+        "mlp_backward": rows + 2 * 4 * 2 * 2048 + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
+        "project_forward": exchange + 3 * width * 2,
+        "project_backward": exchange + 2 * sums * 4 * width * 4 + 3 * width * 2,
     }[part]
-    return size + stages * SLOT + 512 + 1024
+    return size + stages * SLOT + 512
 
 
 def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up_bias: bool = True) -> Config:
@@ -167,10 +167,15 @@ def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-def choose(part: Part, N: int, F: int, device: torch.device) -> Config:
-    """The configuration for a problem: pairs divide the inner dimension while tiles are too few to fill the card."""
-    split = 2 if 2 * tiles(N) <= _processors(device.index or 0) and (part[0] == "p" or chunks(F) > 1) else 1
-    return Config(split=split, share=2 if split == 1 and part[0] == "m" else 1)
+def choose(part: Part, N: int, inner: int) -> Config:
+    """The configuration for N rows and F (or K) inner columns on the current device.
+
+    Pairs of blocks divide the inner dimension while there are too few tiles to fill the card.
+    """
+    few = 2 * tiles(N) <= _processors(torch.cuda.current_device())
+    if part.startswith("project"):
+        return Config(split=2 if few else 1)
+    return Config(split=2) if few and chunks(inner) > 1 else Config(share=2)
 
 
 def join_macros(join: Join) -> dict[str, int]:
@@ -258,7 +263,7 @@ def mlp_forward_raw(
     """
     N, C = h_NC.shape
     F = up_FC.shape[0]
-    config = fitted("mlp_forward", C, config or choose("mlp_forward", N, F, h_NC.device), F)
+    config = fitted("mlp_forward", C, config or choose("mlp_forward", N, F), F)
     macros = {
         **tile_macros(C, h_NC.dtype, config),
         **join_macros(join),
@@ -291,9 +296,7 @@ def mlp_backward_raw(
     N, C = dz_NC.shape
     F = up_FC.shape[0]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted(
-        "mlp_backward", C, config or choose("mlp_backward", N, F, dz_NC.device), F, sums, du_sums_PF is not None
-    )
+    config = fitted("mlp_backward", C, config or choose("mlp_backward", N, F), F, sums, du_sums_PF is not None)
     macros = {
         **tile_macros(C, dz_NC.dtype, config),
         **gradient_macros(join),
@@ -323,7 +326,7 @@ def project_forward_raw(
     """y = x Wᵀ, then the join (which adds the bias): attention's output projection."""
     N, K = x_NK.shape
     C = weight_CK.shape[0]
-    config = fitted("project_forward", C, config or choose("project_forward", N, K, x_NK.device))
+    config = fitted("project_forward", C, config or choose("project_forward", N, K))
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
@@ -342,7 +345,7 @@ def project_backward_raw(
     N, K = dy_NK.shape
     C = weight_KC.shape[1]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("project_backward", C, config or choose("project_backward", N, K, dy_NK.device), sums=sums)
+    config = fitted("project_backward", C, config or choose("project_backward", N, K), sums=sums)
     macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
     state, mask = _mask_arguments(join.masks)
     arguments = (

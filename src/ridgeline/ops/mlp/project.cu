@@ -8,7 +8,7 @@
 using namespace rl;
 
 constexpr int RING = 0, EXCHANGE = STAGES * SLOT_BYTES, BRANCH_SUMS = EXCHANGE + (SPLIT == 2 ? 2 * EXCHANGE_BYTES : 0);
-constexpr int BARRIERS = BRANCH_SUMS + (BACKWARD ? 2 * SUMS_BYTES : 0);
+constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? 2 * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
 RL_D void produce(const TensorMap* x, const TensorMap* weight, int rows, int first, int last, u32 smem, Barriers bar,
                   const Place& me) {
@@ -49,18 +49,21 @@ RL_D void multiply(float (&acc)[HALVES][64], int blocks, Ring& ring, const Place
   }
 }
 
-template <class Join, class Finish>
-RL_D void consume(const Join& join, const u16* bias, int blocks, u32 smem, Barriers bar, const Place& me, Finish finish) {
+template <class Join, class Ahead, class Load, class Finish>
+RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar, const Place& me, Ahead ahead, Load load,
+                  Finish finish) {
   Ring ring(smem + RING, bar);
   const u32 area = smem + EXCHANGE + me.group * EXCHANGE_BYTES;
   for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
     if (SPLIT == 2 && me.lane == 0) remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+    const int row = tiles.tile * TILE_ROWS + 64 * me.group + first_row(me);
     float acc[HALVES][64], v[OWN_ROWS][LANE];
+    load(ahead, row);
     begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);
     multiply(acc, blocks, ring, me);
     if (SPLIT == 2) exchange(v, acc, area, bar, tiles.round & 1, me);
     else take_rows(v, acc);
-    finish(v, tiles.tile);
+    finish(v, ahead, row, tiles.tile);
   }
 }
 
@@ -80,9 +83,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
-  if (threadIdx.x == 0) bar.init();
+  if (threadIdx.x == 0) {
+    bar.init();
+    prefetch_map(&x), prefetch_map(&w);
+  }
   wait_for_previous();
   let_next_start();
+  const u32 vectors = smem + VECTORS;  // scale of the norm; forward its shift and the branch's bias
+  copy_vector(vectors, weight);
+#if !BACKWARD
+  if (NORM_BIAS) copy_vector(vectors + VECTOR_BYTES, bias);
+  if (BRANCH_BIAS) copy_vector(vectors + 2 * VECTOR_BYTES, branch_bias);
+#endif
   tile_sync();
   const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = first + share < blocks ? first + share : blocks;
   if (me.group < 0) {
@@ -92,17 +104,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     registers_up<232>();
     const Mask mask = Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample);
 #if BACKWARD
-    const JoinBackward join{r, weight, dresidual, mean, rstd, dr, dbranch, partials, stride, rows, mask};
-    consume(join, nullptr, last - first, smem, bar, me, [&](float (&v)[OWN_ROWS][LANE], int tile) {
-      own_columns(v, me);
-      join_backward(join, v, tile * TILE_ROWS + 64 * me.group + first_row(me), smem + BRANCH_SUMS + me.group * SUMS_BYTES,
-                    (2 * tile + me.group) * SPLIT + me.split, me);
-    });
+    const JoinBackward join{r, dresidual, vectors, mean, rstd, dr, dbranch, partials, stride, rows, mask};
+    consume(
+        join, 0, last - first, smem, bar, me, Ahead{}, [&](Ahead& ahead, int row) { ahead.load(join, row, me); },
+        [&](float (&v)[OWN_ROWS][LANE], const Ahead& ahead, int row, int tile) {
+          own_columns(v, me);
+          join_backward(join, v, ahead, row, smem + BRANCH_SUMS + me.group * SUMS_BYTES,
+                        (2 * tile + me.group) * SPLIT + me.split, me);
+        });
 #else
-    const JoinForward join{residual, weight, bias, r, h, mean, rstd, eps, rows, mask};
-    consume(join, branch_bias, last - first, smem, bar, me, [&](float (&v)[OWN_ROWS][LANE], int tile) {
-      join_forward(join, v, tile * TILE_ROWS + 64 * me.group + first_row(me), me);
-    });
+    struct Residual {
+      uint4 row[GROUPS];
+    };
+    const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, h, mean, rstd, eps, rows, mask};
+    consume(
+        join, vectors + 2 * VECTOR_BYTES, last - first, smem, bar, me, Residual{},
+        [&](Residual& ahead, int row) { load_residual(ahead.row, join, row, me); },
+        [&](float (&v)[OWN_ROWS][LANE], Residual& ahead, int row, int) { join_forward(join, v, ahead.row, row, me); });
 #endif
   }
   tile_sync();  // a peer may still arrive or send here

@@ -104,6 +104,11 @@ struct Ring {
   RL_D void wait() const { barrier_wait(bar.full(slot), phase); }
 };
 
+// The consumers' products take turns, so that what one does between its products runs under the other's. A turn reads at
+// most STAGES slots: the one who is ahead must find them loaded before the other has read the first.
+RL_D void begin_turn(const Place& me) { named_barrier<256>(3 + me.group); }
+RL_D void end_turn(const Place& me) { named_arrive<256>(4 - me.group); }
+
 // Consumer: the slot `back` places before `ring`'s has been read.
 RL_D void release(const Ring& ring, int back, const Place& me) {
   const int slot = ring.slot >= back ? ring.slot - back : ring.slot - back + STAGES;

@@ -29,6 +29,7 @@ RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z,
     if (mask >> rank & 1) copy_5d(remote_address(destination, rank), map, x, y, z, v, w, remote_address(barrier, rank));
 }
 
+RL_D uint4 load_here(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 RL_D uint4 load_stream(const uint4* pointer) { return *pointer; }
 RL_D u32 load_shared_u32(u32 address) { return shared<u32>(address); }
 RL_D void store_shared_u32(u32 address, u32 value) { shared<u32>(address) = value; }

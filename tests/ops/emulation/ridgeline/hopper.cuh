@@ -273,6 +273,7 @@ RL_D uint2 load_shared_8(u32 address) { return shared<uint2>(address); }
 RL_D void store_shared_8(u32 address, u32 a, u32 b) { shared<uint2>(address) = {a, b}; }
 RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { shared<uint4>(address) = {a, b, c, d}; }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
+RL_D void add_global(float* pointer, float value) { *pointer += value; }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const unsigned side = machine.post(address);
