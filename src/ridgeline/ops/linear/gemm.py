@@ -30,7 +30,7 @@ class Config(NamedTuple):
     Attributes:
         tile_m, tile_n: a warpgroup's output tile.
         resident: a block keeps its columns of B for a whole segment, so that only A streams.
-        stages: ring slots; 0 takes as many as fit, up to 16.
+        stages: ring slots; 0 takes the most that fit of 16, 8, 4 and 2.
     """
 
     tile_m: int = 128
@@ -43,14 +43,13 @@ class Config(NamedTuple):
         """Rows of A in a ring slot."""
         return 64 if self.resident else self.tile_m
 
-    def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
+    def smem(self, k_chunks: int, stages: int) -> int:
         """Bytes of dynamic shared memory."""
         b_bytes = self.tile_n * 128
         slot = self.piece_rows * 128 + (0 if self.resident else b_bytes)
-        panels = self.tile_m * self.tile_n // 1024 if reads_c else 16
-        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 1024
+        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + 16 * 2048 + 1024
 
-    def fitted(self, k_chunks: int, reads_c: bool) -> Config:
+    def fitted(self, k_chunks: int) -> Config:
         """The same with as many stages as fit.
 
         Raises:
@@ -58,10 +57,10 @@ class Config(NamedTuple):
         """
         if self.stages:
             return self
-        fitting = [n for n in range(2, 17) if self.smem(k_chunks, reads_c, n) <= SMEM_LIMIT]
-        if not fitting:
-            raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
-        return self._replace(stages=fitting[-1])
+        for stages in (16, 8, 4, 2):
+            if self.smem(k_chunks, stages) <= SMEM_LIMIT:
+                return self._replace(stages=stages)
+        raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
 
 
 def divide(row_tiles: int, columns: int, units: int) -> tuple[list[list[Segment]], int]:
@@ -149,7 +148,7 @@ def defines(
     return {
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "STAGES": config.fitted(k_chunks, residual or derivative).stages,
+        "STAGES": config.fitted(k_chunks).stages,
         "K_CHUNKS": k_chunks,
         "RESIDENT": int(config.resident),
         "RL_FP16": int(dtype == torch.float16),
@@ -206,22 +205,20 @@ def gemm(
         dropout=masks is not None,
         derivative=gelu_input_MN is not None,
     )
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiIIfii")
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMPPiiPiPPPiiIIfii")
     plan = _plan(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
-    panel = (16, 64)
     map_a = cuda.tensor_map(a_MK, (config.piece_rows, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
-    map_d = cuda.tensor_map(out_MN, panel)
     reads = residual_MN if gelu_input_MN is None else gelu_input_MN
-    map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
-    map_u = map_d if pre_MN is None else cuda.tensor_map(pre_MN, panel)
+    map_c = map_a if reads is None else cuda.tensor_map(reads, (16, 64))
     sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
     threshold, scale = quantise(masks.p) if masks else (0, 1.0)
     arguments: Sequence[cuda.Argument] = (
-        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums,
-        masks.state.seed_step if masks else None, N, masks.site if masks else 0, threshold, scale,
-        masks.T if masks else 1, masks.state.sample_offset if masks else 0,
+        map_a, map_b, map_c, out_MN, pre_MN, out_MN.stride(0), 0 if pre_MN is None else pre_MN.stride(0),
+        plan.schedule, plan.segments, bias_N, sums, masks.state.seed_step if masks else None, M, N,
+        masks.site if masks else 0, threshold, scale, masks.T if masks else 1,
+        masks.state.sample_offset if masks else 0,
     )  # fmt: skip
-    smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
+    smem = config.smem(macros["K_CHUNKS"], macros["STAGES"])
     kernel.launch((plan.units,), THREADS, smem, arguments, early=early)
     return sums

@@ -13,7 +13,7 @@
 //   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2).
 #include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
-#include "ridgeline/hopper.cuh"
+#include "smem.cuh"
 
 using namespace rl;
 
@@ -25,14 +25,14 @@ constexpr int PIECES = RESIDENT ? M_BLOCKS : 1, PIECE_M = TILE_M / PIECES;
 constexpr int A_BYTES = PIECE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES;
 constexpr int SLOT_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 constexpr int RESIDENT_BYTES = RESIDENT ? K_CHUNKS * B_BYTES : 0;
+constexpr int STEPS = K_CHUNKS * PIECES;                  // ring slots a tile takes
+constexpr int IN_FLIGHT = PIECES == 2 && STAGES > 4 ? 2 : 1;  // slots whose products may be under way at a slot's issue
 constexpr int PANEL_BYTES = 16 * ROW_BYTES;               // 16 rows × 64 columns of output: a warp's unit of work
 constexpr int PANELS = M_BLOCKS * N_HALVES;               // panels a warp has in a tile
-constexpr bool READS_C = EPILOGUE >= 2;
-constexpr int BARRIER_BYTES = 1024;
-// dynamic shared memory: resident B, ring, panels, barriers
-constexpr int RING = RESIDENT_BYTES, PANEL_POOL = RING + STAGES * SLOT_BYTES;
-constexpr int POOL_PANELS = READS_C ? 4 * PANELS : 2 * 4 * 2;
-constexpr int BARRIERS = PANEL_POOL + POOL_PANELS * PANEL_BYTES;
+constexpr bool READS_C = EPILOGUE >= 2, BOTH = EPILOGUE == 1 && STORE_U;
+// dynamic shared memory: resident B, ring, 16 panels (two on each warp's way out; or one, and C's), barriers
+constexpr int RING = RESIDENT_BYTES, STAGING = RING + STAGES * SLOT_BYTES, C_POOL = STAGING + 8 * PANEL_BYTES;
+constexpr int BARRIERS = STAGING + 16 * PANEL_BYTES, BARRIER_BYTES = 1024;
 
 struct Barriers {
   u32 base;
@@ -45,7 +45,7 @@ struct Barriers {
   }
   static constexpr int COUNT = 2 * STAGES + K_CHUNKS + 1 + 8 * PANELS;
 };
-static_assert(PANELS % 2 == 0, "panels leave through two slots in turn");
+static_assert(PANELS % 2 == 0, "C comes through two slots in turn");
 static_assert(8 * Barriers::COUNT <= BARRIER_BYTES, "barriers overflow");
 
 // A block's work: segments {column tile + 65536 · row of partial sums, first row tile, row tile step, count}, ended by a
@@ -68,8 +68,10 @@ struct Tiles {
 };
 
 struct Problem {  // what every part of the kernel needs to know of its operands
-  const TensorMap *a, *b, *c, *d, *u;
-  int n;
+  const TensorMap *a, *b, *c;
+  u16 *d, *u;
+  int d_step, u_step;  // elements from row to row
+  int m, n;
 };
 
 RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 barrier) {
@@ -82,9 +84,13 @@ RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 b
   }
 }
 
-RL_D void prefetch(const Problem& p, int chunk, int row) {
+RL_D void prefetch_a(const Problem& p, int chunk, int row) {
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece) prefetch_2d(p.a, chunk * BLOCK_K, row + piece * PIECE_M);
+}
+RL_D void prefetch_c(const Problem& p, int step, int column, int row) {  // a STEPS-th of the tile's panels
+  for (int i = step; i < 4 * PANELS; i += STEPS)
+    prefetch_2d(p.c, column + 64 * (i % N_HALVES), row + 16 * (i / N_HALVES));
 }
 
 RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar) {
@@ -107,7 +113,7 @@ RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar) {
         barrier_expect(bar.b_full(chunk), B_BYTES);
         load_b(p, smem + chunk * B_BYTES, column, chunk, bar.b_full(chunk));
       }
-      if (tiles.valid() && chunk % share == mine) prefetch(p, chunk, tiles.row());
+      if (tiles.valid() && chunk % share == mine) prefetch_a(p, chunk, tiles.row());
 #pragma unroll
       for (int piece = 0; piece < PIECES; ++piece) {
         const u32 target = smem + RING + slot * SLOT_BYTES, full = bar.full(slot);
@@ -115,6 +121,7 @@ RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar) {
         barrier_expect(full, SLOT_BYTES);
         copy_2d(target, p.a, chunk * BLOCK_K, row + piece * PIECE_M, full);
         if (!RESIDENT) load_b(p, target + A_BYTES, column, chunk, full);
+        if (READS_C && tiles.valid()) prefetch_c(p, chunk * PIECES + piece, tiles.column(), tiles.row());
         if (++slot == STAGES) slot = 0, phase ^= 1;
       }
     }
@@ -131,41 +138,42 @@ RL_D u32 operand_low(u32 address) {
 }
 RL_D u64 operand(u32 low) { return static_cast<u64>(operand_k_major(0) >> 32) << 32 | low; }
 
-// The products of one tile. `step` counts ring slots since the kernel began; `fresh`: B may still be on its way.
-RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int step, bool fresh, u32 b_phase, int group,
+// The products of one tile, the `tile`-th since the kernel began; `fresh`: B may still be on its way.
+RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int tile, bool fresh, u32 b_phase, int group,
                    int lane) {
-  int slot = step % STAGES, last = 0;
-  u32 phase = step / STAGES & 1;
+  const int start = tile * STEPS, offset = STEPS % STAGES == 0 ? 0 : start % STAGES;
   const u32 a_ring = static_cast<u32>(operand_k_major(smem + RING));
   const u32 b_start = operand_low(RESIDENT ? smem : smem + RING + A_BYTES);
-  for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-    if (RESIDENT && fresh) barrier_wait(bar.b_full(chunk), b_phase);
+  const auto slot_of = [&](int step) {
+    const int slot = offset + step % STAGES;
+    return STEPS % STAGES == 0 || STAGES % STEPS == 0 || slot < STAGES ? slot : slot - STAGES;
+  };
+#pragma unroll(STEPS <= 16 ? STEPS : 1)
+  for (int step = 0; step < STEPS; ++step) {
+    const int chunk = step / PIECES, piece = step % PIECES, slot = slot_of(step);
+    if (RESIDENT && fresh && piece == 0) barrier_wait(bar.b_full(chunk), b_phase);
+    barrier_wait(bar.full(slot), (start + step) / STAGES & 1);
+    const u32 a = a_ring + slot * (SLOT_BYTES / 16);
+    const u32 b = b_start + (RESIDENT ? chunk * (B_BYTES / 16) : slot * (SLOT_BYTES / 16));
+    wgmma_fence();
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-      barrier_wait(bar.full(slot), phase);
-      const u32 a = a_ring + slot * (SLOT_BYTES / 16);
-      const u32 b = b_start + (RESIDENT ? chunk * (B_BYTES / 16) : slot * (SLOT_BYTES / 16));
-      wgmma_fence();
+    for (int k = 0; k < BLOCK_K / 16; ++k)
 #pragma unroll
-      for (int k = 0; k < BLOCK_K / 16; ++k)
-#pragma unroll
-        for (int i = 0; i < PIECE_M / 64; ++i)
-          wgmma<TILE_N, 0, B_TRANSPOSED>(acc[piece + i], operand(a + i * (64 * ROW_BYTES / 16) + k * (32 / 16)),
-                                         operand(b + k * ((B_TRANSPOSED ? 16 * ROW_BYTES : 32) / 16)), chunk + k > 0);
-      wgmma_commit();
-      if (chunk + piece > 0) {
-        wgmma_wait<1>();
-        release(bar, last, lane);
-      }
-      last = slot;
-      if (++slot == STAGES) slot = 0, phase ^= 1;
+      for (int i = 0; i < PIECE_M / 64; ++i)
+        wgmma<TILE_N, 0, B_TRANSPOSED>(acc[PIECES == 1 ? i : piece], operand(a + i * (64 * ROW_BYTES / 16) + k * (32 / 16)),
+                                       operand(b + k * ((B_TRANSPOSED ? 16 * ROW_BYTES : 32) / 16)), chunk + k > 0);
+    wgmma_commit();
+    if (step >= IN_FLIGHT) {
+      wgmma_wait<IN_FLIGHT>();
+      release(bar, slot_of(step - IN_FLIGHT), lane);
     }
   }
   named_arrive<256>(2 - group);  // the other warpgroup's turn
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < M_BLOCKS; ++i) wgmma_touch(acc[i]);
-  release(bar, last, lane);
+#pragma unroll
+  for (int step = STEPS > IN_FLIGHT ? STEPS - IN_FLIGHT : 0; step < STEPS; ++step) release(bar, slot_of(step), lane);
 }
 
 // ---- epilogues, one panel (16 rows × 64 columns) a warp at a time; thread (row l / 4 + 8 h, columns 8 j + 2 (l % 4) + e)
@@ -177,30 +185,37 @@ struct Panel {
     const int matrix = lane >> 3;
     return address + swizzle128((lane & 7) + 8 * (matrix & 1), j + (matrix >> 1));
   }
-  RL_D void write(const u32 (&values)[8][2]) const {
-#pragma unroll
-    for (int j = 0; j < 8; j += 2)
-      store_matrices(pair_of_groups(j), values[j][0], values[j][1], values[j + 1][0], values[j + 1][1]);
+  RL_D void write(int j, const u32 (&values)[2][2]) const {  // column groups j and j + 1, rows l / 4 and l / 4 + 8
+    store_matrices(pair_of_groups(j), values[0][0], values[0][1], values[1][0], values[1][1]);
   }
-  RL_D void read(u32 (&values)[8][2]) const {
+  RL_D void read(int j, u32 (&values)[2][2]) const {
+    u32 m[4];
+    load_matrices(m, pair_of_groups(j));
+    values[0][0] = m[0], values[0][1] = m[1], values[1][0] = m[2], values[1][1] = m[3];
+  }
+  // To rows y … and columns x … of a matrix: whole lines of 128 bytes, four rows an instruction.
+  RL_D void send(u16* matrix, int row_step, int x, int y, int m, int n) const {
+    const int first = lane >> 3, chunk = lane & 7, column = x + 8 * chunk;
+    u16* to = matrix + static_cast<i64>(y + first) * row_step + column;
+    if (y + 16 <= m && x + 64 <= n) {
 #pragma unroll
-    for (int j = 0; j < 8; j += 2) {
-      u32 m[4];
-      load_matrices(m, pair_of_groups(j));
-      values[j][0] = m[0], values[j][1] = m[1], values[j + 1][0] = m[2], values[j + 1][1] = m[3];
+      for (int r = 0; r < 16; r += 4)
+        *reinterpret_cast<uint4*>(to + r * row_step) = load_shared_16(address + swizzle128(first + r, chunk));
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < 16; r += 4) {
+        const uint4 v = load_shared_16(address + swizzle128(first + r, chunk));
+        if (y + first + r < m) store_part(to + r * row_step, v, n - column);
+      }
     }
   }
+  static RL_D void store_part(u16* to, uint4 v, int count) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (e < count) to[e] = static_cast<u16>(words[e / 2] >> (16 * (e % 2)));
+  }
 };
-RL_D void publish() {  // what the warp wrote to shared memory, to the copy engine
-  fence_async();
-  __syncwarp();
-}
-
-template <int PENDING>
-RL_D void wait_sent(int lane) {  // all but the last PENDING panels of this warp have left shared memory
-  if (lane == 0) store_wait_read<PENDING>();
-  __syncwarp();
-}
 
 // Dropout of rows y, y + 8 and columns x + 8 j + …: two lanes share a counter, each draws one row's and passes half on.
 struct Mask {
@@ -227,10 +242,8 @@ struct Consumer {
   u32 bias[TILE_N / 8];        // packed pairs of this lane's columns
   float sums[EPILOGUE == 3 ? TILE_N / 8 : 1][2];
 
-  RL_D Panel panel(int i) const {
-    const int index = READS_C ? warp * PANELS + i : (group * 4 + warp) * 2 + i;
-    return {smem + PANEL_POOL + index * PANEL_BYTES, lane};
-  }
+  RL_D Panel staging(int i) const { return {smem + STAGING + ((group * 4 + warp) * (BOTH ? 2 : 1) + i) * PANEL_BYTES, lane}; }
+  RL_D Panel c_panel(int i) const { return {smem + C_POOL + (warp * 2 + (i & 1)) * PANEL_BYTES, lane}; }
   RL_D void load_bias(const u16* pointer, int column) {
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
@@ -244,106 +257,101 @@ struct Consumer {
   RL_D void fetch_c(int reader, int i, int column, int row) const {
     const u32 full = bar.c_full(reader, warp, i);
     barrier_expect(full, PANEL_BYTES);
-    copy_2d(panel(i).address, p.c, column + 64 * (i % N_HALVES), row + 64 * (i / N_HALVES) + 16 * warp, full);
+    copy_2d(c_panel(i).address, p.c, column + 64 * (i % N_HALVES), row + 64 * (i / N_HALVES) + 16 * warp, full);
   }
 
-  // Epilogues 0 and 1. Arithmetic comes before the waits, so that panels sent earlier have had time to leave.
+  // Epilogues 0 and 1.
   RL_D void linear(float (&acc)[M_BLOCKS][TILE_N / 2], int column, int row) {
-#pragma unroll
-    for (int i = 0; i < PANELS; ++i) {
-      float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
-      const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
-      u32 out[8][2];
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float &u0 = v[4 * j + 2 * h], &u1 = v[4 * j + 2 * h + 1];
-          if (HAS_BIAS) u0 += pair_low(bias[8 * (i % N_HALVES) + j]), u1 += pair_high(bias[8 * (i % N_HALVES) + j]);
-          out[j][h] = EPILOGUE == 1 ? pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1)) : pack_pair(u0, u1);
-        }
-      constexpr bool BOTH = EPILOGUE == 1 && STORE_U;
-      wait_sent<BOTH ? 0 : 1>(lane);
-      if (BOTH) {
-        u32 pre[8][2];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) pre[j][h] = pack_pair(v[4 * j + 2 * h], v[4 * j + 2 * h + 1]);
-        panel(1).write(pre);
-      }
-      const Panel target = panel(BOTH ? 0 : i & 1);
-      target.write(out);
-      publish();
-      if (lane == 0) {
-        if (BOTH) store_2d(p.u, panel(1).address, x, y);
-        store_2d(p.d, target.address, x, y);
-        store_commit();
-      }
-    }
-  }
-
-  // Epilogues that read C. Its panels come through the slots D leaves through; once a panel has left, its slot is
-  // filled for the tile that follows, which the other warpgroup's warp of the same number takes.
-  RL_D void with_c(float (&acc)[M_BLOCKS][TILE_N / 2], int column, int row, u32 phase, const Tiles& next) {
-    const int next_column = next.column(), next_row = next.row();
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) {
       const float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
       const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
-      const Panel here = panel(i);
-      u32 c[8][2];
+#pragma unroll
+      for (int j = 0; j < 8; j += 2) {
+        u32 pre[2][2], out[2][2];
+#pragma unroll
+        for (int g = 0; g < 2; ++g)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float u0 = v[4 * (j + g) + 2 * h], u1 = v[4 * (j + g) + 2 * h + 1];
+            const u32 b = bias[8 * (i % N_HALVES) + j + g];
+            if (HAS_BIAS) u0 += pair_low(b), u1 += pair_high(b);
+            pre[g][h] = pack_pair(u0, u1);
+            if (EPILOGUE == 1) out[g][h] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
+          }
+        if (BOTH) staging(1).write(j, pre);
+        staging(0).write(j, EPILOGUE == 1 ? out : pre);
+      }
+      __syncwarp();
+      if (BOTH) staging(1).send(p.u, p.u_step, x, y, p.m, p.n);
+      staging(0).send(p.d, p.d_step, x, y, p.m, p.n);
+      __syncwarp();
+    }
+  }
+
+  // Epilogues that read C, which comes two panels ahead: once a panel is read, its slot is filled for the next but one,
+  // of this tile or of the one that follows, which the other warpgroup's warp of the same number takes.
+  RL_D void with_c(float (&acc)[M_BLOCKS][TILE_N / 2], int column, int row, u32 phase, const Tiles& next) {
+#pragma unroll
+    for (int i = 0; i < PANELS; ++i) {
+      const float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
+      const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
+      u32 c[4][2][2];
       barrier_wait(bar.c_full(group, warp, i), phase);
-      here.read(c);
-      if (EPILOGUE == 3) multiply_derivative(c, v, 8 * (i % N_HALVES));
-      if (EPILOGUE == 2) add_residual(c, v, 8 * (i % N_HALVES), x, y);
-      here.write(c);
-      publish();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) c_panel(i).read(2 * j, c[j]);
+      const Row mask_row = EPILOGUE == 2 && DROPOUT ? row_of(y) : Row{};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (EPILOGUE == 3) multiply_derivative(c[j], v + 8 * j, 8 * (i % N_HALVES) + 2 * j);
+        if (EPILOGUE == 2) add_residual(c[j], v + 8 * j, 8 * (i % N_HALVES) + 2 * j, mask_row, x + 16 * j);
+        staging(0).write(2 * j, c[j]);
+      }
+      __syncwarp();
       if (lane == 0) {
-        store_2d(p.d, here.address, x, y);
-        store_commit();
-        if (i > 0 && next.valid()) {
-          store_wait_read<1>();
-          fetch_c(1 - group, i - 1, next_column, next_row);
-        }
+        if (i + 2 < PANELS) fetch_c(group, i + 2, column, row);
+        else if (next.valid()) fetch_c(1 - group, i + 2 - PANELS, next.column(), next.row());
       }
-    }
-    if (lane == 0 && next.valid()) {
-      store_wait_read<0>();
-      fetch_c(1 - group, PANELS - 1, next_column, next_row);
+      staging(0).send(p.d, p.d_step, x, y, p.m, p.n);
+      __syncwarp();
     }
   }
-  RL_D void multiply_derivative(u32 (&c)[8][2], const float* v, int group_of_columns) {
+  RL_D void multiply_derivative(u32 (&c)[2][2], const float* v, int group_of_columns) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+    for (int g = 0; g < 2; ++g)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float d0 = v[4 * j + 2 * h] * gelu_derivative<GELU_TANH>(pair_low(c[j][h]));
-        const float d1 = v[4 * j + 2 * h + 1] * gelu_derivative<GELU_TANH>(pair_high(c[j][h]));
-        sums[group_of_columns + j][0] += d0;
-        sums[group_of_columns + j][1] += d1;
-        c[j][h] = pack_pair(d0, d1);
+        const float d0 = v[4 * g + 2 * h] * gelu_derivative<GELU_TANH>(pair_low(c[g][h]));
+        const float d1 = v[4 * g + 2 * h + 1] * gelu_derivative<GELU_TANH>(pair_high(c[g][h]));
+        sums[group_of_columns + g][0] += d0;
+        sums[group_of_columns + g][1] += d1;
+        c[g][h] = pack_pair(d0, d1);
       }
   }
-  RL_D void add_residual(u32 (&c)[8][2], const float* v, int group_of_columns, int x, int y) {
-    const int r = y + (lane >> 2) + 8 * (lane & 1);  // the row whose mask this lane draws
-    const int sample = r / mask.rows_per_sample;
-    const DropoutKeys keys = dropout_stream(mask.site, sample + mask.first_sample);
-    const u32 row_counter = static_cast<u32>(r - sample * mask.rows_per_sample) * mask.quads;
+  struct Row {  // the dropout stream and first counter of the row whose masks this lane draws
+    DropoutKeys keys;
+    u32 counter;
+  };
+  RL_D Row row_of(int y) const {
+    const int r = y + (lane >> 2) + 8 * (lane & 1), sample = r / mask.rows_per_sample;
+    return {dropout_stream(mask.site, sample + mask.first_sample),
+            static_cast<u32>(r - sample * mask.rows_per_sample) * mask.quads};
+  }
+  RL_D void add_residual(u32 (&c)[2][2], const float* v, int group_of_columns, const Row& mask_row, int x) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const u32 b = bias[group_of_columns + j];
+    for (int g = 0; g < 2; ++g) {
+      const u32 b = bias[group_of_columns + g];
       u32 keep[2];
-      if (DROPOUT) mask.draw(keep, keys, row_counter, x + 8 * j + 2 * (lane & 3), lane);
+      if (DROPOUT) mask.draw(keep, mask_row.keys, mask_row.counter, x + 8 * g + 2 * (lane & 3), lane);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float t0 = v[4 * j + 2 * h], t1 = v[4 * j + 2 * h + 1];
+        float t0 = v[4 * g + 2 * h], t1 = v[4 * g + 2 * h + 1];
         if (HAS_BIAS) t0 += pair_low(b), t1 += pair_high(b);
         if (DROPOUT) {
           t0 = keep[h] & 0x8000u ? t0 * mask.scale : 0.f;
           t1 = static_cast<int>(keep[h]) < 0 ? t1 * mask.scale : 0.f;
         }
-        c[j][h] = pack_pair(pair_low(c[j][h]) + t0, pair_high(c[j][h]) + t1);
+        c[g][h] = pack_pair(pair_low(c[g][h]) + t0, pair_high(c[g][h]) + t1);
       }
     }
   }
@@ -370,8 +378,7 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
   if (EPILOGUE == 3)
     for (int j = 0; j < TILE_N / 8; ++j) me.sums[j][0] = me.sums[j][1] = 0.f;
   if (READS_C && me.group == 0 && me.lane == 0 && tiles.valid())
-#pragma unroll
-    for (int i = 0; i < PANELS; ++i) me.fetch_c(0, i, tiles.column(), tiles.row());
+    for (int i = 0; i < 2; ++i) me.fetch_c(0, i, tiles.column(), tiles.row());
   int segment = 0;
   for (int tile = 0; tiles.valid(); ++tile) {
     const int column = tiles.column(), row = tiles.row();
@@ -383,7 +390,7 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
       // Products strictly take turns. A wait tells only odd phases from even ones, so a warpgroup may look at a slot's
       // barrier only once every earlier phase of it is over: once the other warpgroup has seen the tile before.
       named_barrier<256>(1 + me.group);
-      multiply(acc, me.smem, me.bar, tile * K_CHUNKS * PIECES, tiles.index < 2, segment & 1, me.group, me.lane);
+      multiply(acc, me.smem, me.bar, tile, tiles.index < 2, segment & 1, me.group, me.lane);
       if (RESIDENT && last && me.lane == 0) barrier_arrive(me.bar.b_free());
       if (READS_C) me.with_c(acc, column, row, tile >> 1 & 1, next);
       else me.linear(acc, column, row);
@@ -396,28 +403,20 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
     }
     tiles = next;
   }
-  if (me.lane == 0) store_wait_read<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-             const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
-             const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
-             const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample,
-             int first_sample) {
-#ifdef RL_EMULATED
+         const __grid_constant__ TensorMap map_c, u16* d, u16* u, int d_step, int u_step, const int4* schedule,
+         int segments, const u16* bias, float* partials, const i64* seed_step, int m, int n, u32 site, u32 threshold,
+         float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
-#else
-  extern __shared__ __align__(1024) u8 bytes[];
-  const u32 smem = smem_address(bytes);
-#endif
   const Barriers bar{smem + BARRIERS};
-  const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
+  const Problem p{&map_a, &map_b, &map_c, d, u, d_step, u_step, m, n};
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);
     prefetch_map(p.b);
-    prefetch_map(p.d);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(bar.full(i), 1);
       barrier_init(bar.empty(i), 4);

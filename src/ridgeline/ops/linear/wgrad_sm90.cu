@@ -6,7 +6,7 @@
 // The bias gradient rides along as a product with a column of ones, in the blocks of the first column tile.
 //
 // Macros: TILE_N 64, 128 or 256; STAGES.
-#include "ridgeline/hopper.cuh"
+#include "smem.cuh"
 
 using namespace rl;
 
@@ -75,12 +75,7 @@ RL_D void multiply(float (&acc)[TILE_N / 2], float (&sum)[4], const Share& share
 extern "C" __global__ void __launch_bounds__(384, 1)
     weight_gradients(const __grid_constant__ FourMaps dy, const __grid_constant__ FourMaps x, const Share* shares,
                      float* tiles, float* bias) {
-#ifdef RL_EMULATED
   const u32 smem = dynamic_smem();
-#else
-  extern __shared__ __align__(1024) u8 bytes[];
-  const u32 smem = smem_address(bytes);
-#endif
   const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {

@@ -1,0 +1,20 @@
+// Shared memory as the linear kernels use it; the emulation of the tests has its own.
+#pragma once
+#include "ridgeline/hopper.cuh"
+
+#ifndef RL_EMULATED
+namespace rl {
+
+RL_D u32 dynamic_smem() {
+  extern __shared__ __align__(1024) char bytes[];
+  return smem_address(bytes);
+}
+RL_D uint4 load_shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+  return v;
+}
+
+}  // namespace rl
+#endif
