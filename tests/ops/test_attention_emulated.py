@@ -31,11 +31,12 @@ extern "C" const char* run(const rl::TensorMap* m, const rl::u16* q, rl::u16* o,
 """
 BACKWARD = """#include "backward.cu"
 extern "C" const char* run(const rl::TensorMap* m, const float* lse, rl::u16* dq, rl::u16* dk, rl::u16* dv,
-                           float* dk_heads, float* dv_heads, float* parts, float* carry, const rl::i64* seed_step,
-                           const int* n, float scale, float kept, unsigned threshold, int grid, int random, int late) {
+                           float* dk_heads, float* dv_heads, float* parts, float* carry, float* sums,
+                           const rl::i64* seed_step, const int* n, float scale, float kept, unsigned threshold,
+                           int grid, int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    attention_backward(m[0], m[1], m[2], m[3], m[4], m[5], lse, dq, dk, dv, dk_heads, dv_heads, parts, carry, seed_step,
-                       n[0], n[1], n[2], n[3], n[4], n[5], n[6], scale, kept, n[7], n[8], threshold);
+    attention_backward(m[0], m[1], m[2], m[3], m[4], m[5], lse, dq, dk, dv, dk_heads, dv_heads, parts, carry, sums,
+                       seed_step, n[0], n[1], n[2], n[3], n[4], n[5], n[6], scale, kept, n[7], n[8], threshold);
   });
 }
 """
@@ -184,11 +185,12 @@ def test_forward(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(case: Case, tmp_path: Path) -> None:
     x = Problem(case)
-    library = compiled(tmp_path, BACKWARD, case.defines | {"RL_GROUPED": int(case.G < case.H)})
+    library = compiled(tmp_path, BACKWARD, case.defines | {"RL_GROUPED": int(case.G < case.H), "RL_COLUMN_SUMS": 1})
     B, T, H, G, D, width = case.B, case.T, case.H, case.G, case.D, (case.H + 2 * case.G) * case.D
     dq, dk, dv = heads(unwritten(B, T, width, dtype=torch.bfloat16), case)
     dk_heads, dv_heads = unwritten(B, H, T, D), unwritten(B, H, T, D)
     parts, carry = unwritten(case.grid, -(-T // 64) * 64, D), unwritten(case.grid, 64, D)
+    sums = unwritten(4 * case.grid, width)
     box = (1, 64, 1, D)
     out, lse = x.out.bfloat16(), x.lse.float()
     table = tensor_map(x.table, (64, D)) if x.table is not None else Map()
@@ -198,7 +200,7 @@ def test_backward(case: Case, tmp_path: Path) -> None:
     )  # fmt: skip
     numbers = (ctypes.c_int * 9)(T, case.rows, H, H // G, B * H, width, width, SITE, FIRST_SAMPLE * H)
     fault = library.run(
-        maps, *map(pointer, (lse, dq, dk, dv, dk_heads, dv_heads, parts, carry, x.seed_step)), numbers,
+        maps, *map(pointer, (lse, dq, dk, dv, dk_heads, dv_heads, parts, carry, sums, x.seed_step)), numbers,
         ctypes.c_float(x.scale), ctypes.c_float(x.kept), x.threshold, case.grid, case.seed, case.late,
     )  # fmt: skip
     assert fault is None
@@ -207,6 +209,9 @@ def test_backward(case: Case, tmp_path: Path) -> None:
     assert error(dq, x.gradients[0]) < 5e-3
     assert error(dk, x.gradients[1]) < 5e-3
     assert error(dv, x.gradients[2]) < 5e-3
+    blocks = min(case.grid, B * H)
+    bias = torch.cat([y.sum((0, 1)).flatten() for y in x.gradients[:3]])
+    assert error(sums[: 4 * blocks].sum(0), bias) < 5e-3
     if x.table is not None:
-        by_distance = parts[: min(case.grid, B * H)].sum(0)[:T]
+        by_distance = parts[:blocks].sum(0)[:T]
         assert error(by_distance.flip(0), x.gradients[3][-T:]) < 5e-3

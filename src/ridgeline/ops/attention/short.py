@@ -23,7 +23,7 @@ WIDTHS = (32, 64)
 _SOURCES = Path(__file__).parent / "cuda"
 _FORWARD_GROUPS = 3  # warpgroups of a thread block, each with a head of its own
 _FORWARD_KINDS = "MMMPPPPqiiiiiiiiffIII"
-_BACKWARD_KINDS = "MMMMMMPPPPPPPPPiiiiiiiffIII"
+_BACKWARD_KINDS = "MMMMMMPPPPPPPPPPiiiiiiiffIII"
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,11 @@ def forward(
     kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS)
     tile = 128 * D
     relative = table_RD is not None
-    smem = (blocks if relative else 0) * tile + _FORWARD_GROUPS * 2 * blocks * tile + 8 * (_FORWARD_GROUPS * (blocks + 1) + 1)
+    smem = (
+        (blocks if relative else 0) * tile
+        + _FORWARD_GROUPS * 2 * blocks * tile
+        + 8 * (_FORWARD_GROUPS * (blocks + 1) + 1)
+    )
     map_k = _map(k_BTGD)
     arguments = (
         map_k, _map(v_BTGD), _table_map(table_RD) if table_RD is not None else map_k, q_BTHD, out_BTHD, lse_BHT,
@@ -176,6 +180,11 @@ def workspace_size(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> i
     return _workspace(q_BTHD, k_BTGD, table_RD).total
 
 
+def column_sum_rows(q_BTHD: Tensor) -> int:
+    """Rows of the partial column sums that `backward` can leave."""
+    return 4 * min(_processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
+
+
 def _backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
     """Threads and bytes of shared memory of a backward thread block: the sums of cuda/schedule.cuh."""
     tile, square = 128 * D, 64 * 128
@@ -202,6 +211,7 @@ def backward(
     *,
     scale: float,
     drop: Dropping,
+    column_sums: Tensor | None = None,
 ) -> None:
     """All gradients of `forward`, each written once; no sum depends on the order in which blocks run.
 
@@ -212,6 +222,8 @@ def backward(
         d_table_RD: fp32, contiguous; rows before the last T become zero.
         workspace: fp32, at least `workspace_size` elements, 16-byte aligned.
         scale, drop: as in `forward`.
+        column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
+            and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
     """
     B, T, H, D = q_BTHD.shape
     G = k_BTGD.shape[2]
@@ -222,7 +234,10 @@ def backward(
     table, carry, dk_heads, dv_heads = workspace[: parts.total].split(
         (parts.table, parts.carry, parts.heads, parts.heads)
     )
-    defines = _defines(q_BTHD, table_RD, drop) | {"RL_GROUPED": int(grouped)}
+    defines = _defines(q_BTHD, table_RD, drop) | {
+        "RL_GROUPED": int(grouped),
+        "RL_COLUMN_SUMS": int(column_sums is not None),
+    }
     blocks = defines["ROW_BLOCKS"]
     kernel = cuda.load(_SOURCES / "backward.cu", defines).kernel("attention_backward", _BACKWARD_KINDS)
     kv_pitch = _pitch("dk", dk_BTGD)
@@ -233,8 +248,8 @@ def backward(
     arguments = (
         map_q, _map(k_BTGD), _map(v_BTGD), _map(out_BTHD, 16), _map(d_out_BTHD),
         _table_map(table_RD) if table_RD is not None else map_q, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD, dk_heads, dv_heads,
-        table, carry, drop.seed_step, T, table_RD.shape[0] if table_RD is not None else 0, H, H // G, B * H,
-        _pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
+        table, carry, column_sums, drop.seed_step, T, table_RD.shape[0] if table_RD is not None else 0, H, H // G,
+        B * H, _pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
     threads, smem = _backward_block(blocks, D, table_RD is not None)
     kernel.launch((grid,), threads, smem, arguments)

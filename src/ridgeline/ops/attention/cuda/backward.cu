@@ -18,12 +18,12 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
                        const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
                        const __grid_constant__ rl::TensorMap d_o, const __grid_constant__ rl::TensorMap table,
                        const float* lse, rl::u16* dq, rl::u16* dk, rl::u16* dv, float* dk_heads, float* dv_heads,
-                       float* d_table_parts, float* carry, const rl::i64* seed_step, int T, int table_rows, int heads,
-                       int heads_per_group, int heads_in_all, int q_pitch, int kv_pitch, float scale, float kept,
+                       float* d_table_parts, float* carry, float* column_sums, const rl::i64* seed_step, int T,
+                       int table_rows, int heads, int heads_per_group, int heads_in_all, int q_pitch, int kv_pitch, float scale, float kept,
                        rl::u32 site, rl::u32 stream, rl::u32 threshold) {
   using namespace rl;
-  const Arguments a{&q, &k, &v, &o, &d_o, &table, lse, dq, dk, dv, dk_heads, dv_heads, d_table_parts, carry, seed_step,
-                    T, heads, heads_per_group, heads_in_all, q_pitch, kv_pitch, scale, kept, 1.f / kept, scale * kept,
+  const Arguments a{&q, &k, &v, &o, &d_o, &table, lse, dq, dk, dv, dk_heads, dv_heads, d_table_parts, carry, column_sums,
+                    seed_step, T, heads, heads_per_group, heads_in_all, q_pitch, kv_pitch, scale, kept, 1.f / kept, scale * kept,
                     site, stream, threshold};
   const int group = warp_uniform(threadIdx.x >> 7);
   const Place p{dynamic_smem(), warp_uniform(threadIdx.x >> 5 & 3), static_cast<int>(threadIdx.x & 31)};
@@ -32,6 +32,10 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
     barrier_init_fence();
     fence_async();
   }
+#if RL_COLUMN_SUMS
+  const int width = 4 * (heads + 2 * (heads / heads_per_group)) * D;
+  for (int x = threadIdx.x; x < width; x += THREADS) column_sums[static_cast<i64>(blockIdx.x) * width + x] = 0.f;
+#endif
   sync_block();
   if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < heads_in_all) {
     const Head head(a, blockIdx.x);

@@ -5,9 +5,19 @@
 namespace rl {
 
 // ---- keys
+// The bias gradient of the joint projection: columns of dQ, then dK, then dV.
+RL_D float* column_sums(const Arguments& a, const Place& p, int column) {
+  const int groups = a.heads / a.heads_per_group;
+  return a.column_sums + static_cast<i64>(4 * blockIdx.x + p.warp) * ((a.heads + 2 * groups) * D) + column * D;
+}
 RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, float (&dk)[D / 2], float (&dv)[D / 2]) {
   const int row = 64 * j + 16 * p.warp, rows = a.T - row;
   const float kept = a.kept, scale = a.gradient_scale;
+#if RL_COLUMN_SUMS
+  const int group = head.index / a.heads_per_group, groups = a.heads / a.heads_per_group;
+  add_column_sums(column_sums(a, p, a.heads + group), dk, scale, p.lane);
+  add_column_sums(column_sums(a, p, a.heads + groups + group), dv, kept, p.lane);
+#endif
 #if RL_GROUPED  // one gradient for each query head; a second kernel sums them
   const i64 at = (static_cast<i64>(head.unit) * a.T + row) * D + 2 * (p.lane & 3);
   const int r = p.lane >> 2;
@@ -76,6 +86,9 @@ RL_D void add_window_gradient(float (&dq)[D / 2], const Place& p, int i, int win
 }
 RL_D void store_query_rows(const Arguments& a, const Place& p, Head head, int i, const float (&dq)[D / 2]) {
   const int row = 64 * i + 16 * p.warp;
+#if RL_COLUMN_SUMS
+  add_column_sums(column_sums(a, p, head.index), dq, a.gradient_scale, p.lane);
+#endif
   store_rows(a.dq + (static_cast<i64>(head.batch) * a.T + row) * a.q_pitch + head.index * D, a.q_pitch, dq,
              a.gradient_scale, a.gradient_scale, a.T - row, p.lane);
 }

@@ -49,6 +49,7 @@ RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
+RL_D void add_global(float* pointer, float value) { atomicAdd(pointer, value); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants
   extern __shared__ __align__(1024) char bytes[];

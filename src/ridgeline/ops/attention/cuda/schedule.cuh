@@ -116,6 +116,7 @@ struct Arguments {
   const float* lse;
   u16 *dq, *dk, *dv;
   float *dk_heads, *dv_heads, *d_table_parts, *carry;
+  float* column_sums;  // of the joint gradient, a row for each block and warp of a group; or null
   const i64* seed_step;
   int T, heads, heads_per_group, heads_in_all, q_pitch, kv_pitch;
   float scale, kept, kept_inverse, gradient_scale;  // kept: what a kept probability is multiplied by; scale · kept
