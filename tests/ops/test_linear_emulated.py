@@ -21,8 +21,8 @@ from ridgeline.ops.linear.gemm import Config, defines, divide
 EMULATION = Path(__file__).parent / "emulation"
 SOURCE = """#include "gemm_sm90.cu"
 extern "C" const char* run(const rl::TensorMap* m, rl::u16* d, rl::u16* u, const int* schedule, int segments,
-                           const rl::u16* bias, float* partials, const rl::i64* seed_step, const int* n, float scale, int grid, int random,
-                           int late) {
+                           const rl::u16* bias, float* partials, const rl::i64* seed_step, const int* n, float scale,
+                           int grid, int random, int late) {
   return emulation::launch(grid, 384, random, late, [=] {
     gemm(m[0], m[1], m[2], d, u, n[0], n[0], reinterpret_cast<const int4*>(schedule), segments, bias, partials,
          seed_step, n[1], n[2], n[3], n[4], scale, n[5], n[6]);
