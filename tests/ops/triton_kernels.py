@@ -131,7 +131,7 @@ def embedding_cases() -> dict[str, Case]:
         "table gradient, one-hot": Case(
             embedding.table_gradient_small_kernel,
             pointers("bf16 dout; i64 ids; fp32 partials"),
-            {"partials_stride": "i32/16", "N": "i32", "K": "i32", "stride": "i32/16", "V": "i32"},
+            {"partials_stride": "i32/16", "N": "i32", "K": "i32", "stride": "i32/16", "ids_stride": "i32", "V": "i32"},
             {"C": C, "ROWS": small.rows, "BLOCK_V": 128, "BLOCK_C": small.columns},
             small,
         ),

@@ -53,7 +53,7 @@ def gather_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def table_gradient_small_kernel(
-    dout_ptr, ids_ptr, partials_ptr, partials_stride, N, K, stride, V,
+    dout_ptr, ids_ptr, partials_ptr, partials_stride, N, K, stride, ids_stride, V,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """partials[program] = onehot(ids)ᵀ · dout over this program's share of the items; (V, C) flattened."""
@@ -63,7 +63,7 @@ def table_gradient_small_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(N * K, ROWS), tl.num_programs(0)):
         item_R = tile * ROWS + tl.arange(0, ROWS)
         inside_R = item_R < N * K
-        id_R = tl.load(ids_ptr + item_R, mask=inside_R, other=-1).to(tl.int32)
+        id_R = tl.load(ids_ptr + (item_R // K) * ids_stride + item_R % K, mask=inside_R, other=-1).to(tl.int32)
         source_RC = dout_ptr + ((item_R // K).to(tl.int64) * stride + (item_R % K) * C)[:, None] + column_C[None, :]
         dout_RC = tl.load(source_RC, mask=inside_R[:, None] & (column_C < C)[None, :], other=0.0)
         hot_VR = (row_V[:, None] == id_R[None, :]).to(dout_ptr.dtype.element_ty)
@@ -201,7 +201,7 @@ def table_gradient_small_raw(
 
     Args:
         dout_NX: gradient of the gathered rows, K · C columns used; rows may be strided.
-        ids_NK: as in the forward pass. `dtable_VC`: fp32.
+        ids_NK: as in the forward pass, but rows may be strided. `dtable_VC`: fp32.
         partials_PW: fp32, `small_partials` rows, V · C columns.
         accumulate: add to `dtable_VC` instead of writing it.
         config: launch; None for the frozen one.
@@ -210,7 +210,7 @@ def table_gradient_small_raw(
     config = config or small_config(N * K, V, C)
     block_v = _block_v(V)
     table_gradient_small_kernel[(partials_PW.shape[0], grid_rows(V, block_v), grid_rows(C, config.columns))](
-        dout_NX, ids_NK, partials_PW, partials_PW.stride(0), N, K, dout_NX.stride(0), V,
+        dout_NX, ids_NK, partials_PW, partials_PW.stride(0), N, K, dout_NX.stride(0), ids_NK.stride(0), V,
         C=C, ROWS=config.rows, BLOCK_V=block_v, BLOCK_C=config.columns, num_warps=config.warps,
     )  # fmt: skip
     column_sums_raw(partials_PW, dtable_VC, accumulate=accumulate)
