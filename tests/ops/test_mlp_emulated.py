@@ -17,7 +17,7 @@ from torch.nn import functional
 from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import Masks
-from ridgeline.ops.mlp import kernels
+from ridgeline.ops.mlp import kernels, weights
 from ridgeline.ops.mlp.kernels import Config
 from ridgeline.ops.norm.reference import NormKind
 
@@ -121,17 +121,21 @@ extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, flo
 """
 
 
-def run(case: Case, build: Build, pointers: list[Tensor | None], stride: int) -> None:
+def compiled(folder: Path, text: str, macros: dict[str, int]) -> ctypes.CDLL:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs a C++ compiler (g++ or clang++)")
-    file, library = build.folder / "kernel.cpp", build.folder / "kernel.so"
-    file.write_text(source(case.part), encoding="utf-8")
+    file, library = folder / "kernel.cpp", folder / "kernel.so"
+    file.write_text(text, encoding="utf-8")
     paths = [f"-I{path}" for path in (EMULATION, kernels.FOLDER, INCLUDE_DIRECTORY)]
-    flags = [f"-D{name}={value}" for name, value in build.macros.items()]
+    flags = [f"-D{name}={value}" for name, value in macros.items()]
     options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
     subprocess.run([compiler, *options, *flags, *paths, file, "-o", library], check=True)
-    loaded = ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
+
+
+def run(case: Case, build: Build, pointers: list[Tensor | None], stride: int) -> None:
+    loaded = compiled(build.folder, source(case.part), build.macros)
     loaded.run.restype = ctypes.c_char_p
     threshold, scale = quantise(case.p)
     inner = -(-case.inner // 64) if case.part.startswith("project") else case.inner
@@ -292,3 +296,78 @@ def check_mlp(case: Case, build: Build) -> None:
     close("du", got_du, du)
     if sums is not None:
         close("sums of du", sums.double().sum(0), du.sum(0))
+
+
+LAYERS = [(136, 128, True), (256, 256, False), (72, 136, True)]  # rows, columns, bias
+WEIGHTS = """#include "weights.cu"
+using namespace rl;
+extern "C" const char* parts(const TensorMap* m, const int* schedule, int longest, float* parts, float* sums, int grid,
+                             int seed, int late) {
+  auto kernel = [=] {
+    weight_parts(m[0], m[1], m[2], m[3], m[4], m[5], m[0], m[1], (const int4*)schedule, longest, (float4*)parts, sums);
+  };
+  return emulation::launch(grid, 384, seed, late, kernel);
+}
+extern "C" const char* totals(const int* tiles, const float* parts, const float* sums, float* const* w, float* const* b,
+                              const int* n, int accumulate, int grid) {
+  auto kernel = [=] {
+    weight_totals((const int4*)tiles, (const float4*)parts, sums, w[0], w[1], w[2], w[0], b[0], b[1], b[2], b[0], n[0],
+                  n[1], n[2], n[0], n[3], n[4], n[5], n[3], accumulate);
+  };
+  return emulation::launch(grid, 256, 0, 0, kernel);
+}
+"""
+
+
+@pytest.mark.parametrize(("width", "late", "accumulate"), [(256, False, False), (128, True, True)])
+def test_weight_gradients(width: int, late: bool, accumulate: bool, tmp_path: Path) -> None:
+    torch.manual_seed(width)
+    N, programs = 300, 5
+    dy = [normal(N, rows) for rows, _, _ in LAYERS]
+    x = [normal(N, columns) for _, columns, _ in LAYERS]
+    blocks = -(-N // weights.BLOCK_TOKENS)
+    work, tiles, slots = weights.divide(LAYERS, blocks, width, programs)
+    longest = max(len(mine) for mine in work) + 1
+    schedule = torch.tensor([[*mine, *[(0,) * 8] * (longest - len(mine))] for mine in work], dtype=torch.int32)
+    tile_table = torch.tensor(tiles, dtype=torch.int32)
+    parts, sums = unwritten(slots * 128 * width, dtype=torch.float32), unwritten(slots * 128, dtype=torch.float32)
+    start = torch.randn if accumulate else lambda *shape: unwritten(*shape, dtype=torch.float32)
+    dw, db = [start(rows, columns) for rows, columns, _ in LAYERS], [start(rows) for rows, _, _ in LAYERS]
+    before = [x.clone() for x in (*dw, *db)]
+    library = compiled(tmp_path, WEIGHTS, weights.macros(width, torch.bfloat16))
+    library.parts.restype = library.totals.restype = ctypes.c_char_p
+    maps = (Map * 6)(*[rows_map(t, 64) for pair in zip(dy, x, strict=True) for t in pair])
+    pointer = lambda t: ctypes.c_void_p(t.data_ptr())  # noqa: E731
+    pointers = lambda ts: (ctypes.c_void_p * len(ts))(*[t.data_ptr() for t in ts])  # noqa: E731
+    assert (
+        library.parts(maps, pointer(schedule), longest, pointer(parts), pointer(sums), len(work), 5, int(late)) is None
+    )
+    numbers = (ctypes.c_int * 6)(*[rows for rows, _, _ in LAYERS], *[columns for _, columns, _ in LAYERS])
+    assert (
+        library.totals(
+            pointer(tile_table), pointer(parts), pointer(sums), pointers(dw), pointers(db), numbers, int(accumulate),
+            8 * len(tiles),
+        )
+        is None
+    )  # fmt: skip
+    for i, (_, _, bias) in enumerate(LAYERS):
+        product = dy[i].double().t() @ x[i].double()
+        close("dW", dw[i], product + (before[i].double() if accumulate else 0), 1e-5)
+        if bias:
+            close("db", db[i], dy[i].double().sum(0) + (before[3 + i].double() if accumulate else 0), 1e-5)
+        else:
+            assert torch.equal(db[i], before[3 + i]) or before[3 + i].isnan().all()
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+def test_weight_units_are_divided_once(programs: int) -> None:
+    work, tiles, slots = weights.divide([(768, 256, True), (256, 1024, False)], 128, 256, programs)
+    seen = [(*s[:3], block) for mine in work for s in mine for block in range(s[4], s[4] + s[5])]
+    assert len(seen) == len(set(seen)) == len(tiles) * 128 == (6 + 8) * 128
+    loads = [sum(s[5] for s in mine) for mine in work]
+    assert max(loads) - min(loads) <= 1
+    assert sorted(s[3] for mine in work for s in mine) == list(range(slots))
+    by_slot = {s[3]: s[:3] for mine in work for s in mine}
+    for tile in tiles:
+        assert all(by_slot[slot] == tile[:3] for slot in range(tile[3], tile[3] + tile[4]))
+    assert sum(tile[4] for tile in tiles) == slots
