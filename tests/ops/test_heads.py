@@ -31,7 +31,7 @@ def make(N: int, C: int, classes: tuple[int, ...], dtype: torch.dtype) -> tuple[
         column[k :: 5 + k] = -100
         targets.append(column)
         width += V
-    return tensors, torch.stack(targets, 1).to(DEVICE)
+    return tensors, torch.stack(targets, 1).to(DEVICE, torch.int8)
 
 
 def run(classes: tuple[int, ...], targets: torch.Tensor, conditioning: Conditioning, impl: str):

@@ -18,6 +18,7 @@ from ridgeline.ops._triton.support import STORAGE, availability, check_devices, 
 from ridgeline.ops.cross_entropy.reference import IGNORE, cross_entropy_reference, linear_cross_entropy_reference
 
 IMPLEMENTATIONS = ("reference", "torch", "triton")
+TARGETS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def available(impl: str, device: torch.device) -> str | None:
@@ -28,8 +29,8 @@ def available(impl: str, device: torch.device) -> str | None:
 def _check_targets(targets_N: Tensor, N: int, device: torch.device) -> None:
     check_shape("targets_N", targets_N, (N,))
     check_devices(device, targets_N=targets_N)
-    if targets_N.dtype not in (torch.int64, torch.int32):
-        raise UnsupportedError(f"targets_N must be int64 or int32, got {targets_N.dtype}")
+    if targets_N.dtype not in TARGETS:
+        raise UnsupportedError(f"targets_N must be signed integers, got {targets_N.dtype}")
     if not targets_N.is_contiguous():
         raise UnsupportedError(f"targets_N must be contiguous, got strides {targets_N.stride()}")
 
@@ -39,7 +40,7 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, impl: str = "referenc
 
     Args:
         logits_NV: fp32, bf16 or fp16; for "triton" columns are contiguous, rows may be strided.
-        targets_N: int64 or int32 classes. For "triton" one out of range makes the loss NaN.
+        targets_N: classes, signed integers of any width. For "triton" one out of range makes the loss NaN.
         impl: "reference", "torch" or "triton".
 
     Returns:
@@ -78,7 +79,7 @@ def linear_cross_entropy(
         hidden_NC: fp32, bf16 or fp16, contiguous for "triton", as are weight and bias, which share its dtype.
         weight_VC: the head's weight.
         bias_V: the head's bias, or None.
-        targets_N: int64 or int32 classes; −100 where ignored.
+        targets_N: classes, signed integers of any width; −100 where ignored.
         chunk: rows whose logits exist at one time ("triton"); None for what 512 MiB of bf16 hold.
         impl: "reference", "torch" or "triton".
 

@@ -180,7 +180,7 @@ def cross_entropy_raw(
 
     Args:
         logits_NW: any storage dtype, W ≥ classes; rows may be strided, columns are contiguous.
-        targets_N: int64 or int32 classes, −100 where ignored, may be strided; a class out of range makes the loss NaN.
+        targets_N: signed integers, −100 where ignored, may be strided; a class out of range makes the loss NaN.
         dlogits_NW: gradient; may be the logits' own memory, or None for the loss alone. Columns from `classes` on
             become 0.
         losses_P: fp32 partial sums of losses, `loss_partials` of them.

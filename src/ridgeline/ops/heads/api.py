@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops.cross_entropy.api import TARGETS
 from ridgeline.ops.heads.reference import Conditioning, HeadWeights, heads_losses_reference
 
 IMPLEMENTATIONS = ("reference", "triton")
@@ -37,7 +38,7 @@ def heads_losses(
     Args:
         state_NC: the trunk's state; fp32, bf16 or fp16, contiguous for "triton", as are the weights.
         heads: weights in the order in which the heads speak; head k is over C plus all earlier classes.
-        targets_NK: int64 or int32 classes; −100 where a row does not count for a head.
+        targets_NK: classes, signed integers of any width; −100 where a row does not count for a head.
         eps: of the norms.
         conditioning: later heads hear the earlier ones' "logits" (detached) or the targets' "classes" (one-hots).
         impl: "reference" or "triton".
@@ -54,8 +55,8 @@ def heads_losses(
     if state_NC.dim() != 2:
         raise UnsupportedError(f"state_NC must have two axes, got shape {tuple(state_NC.shape)}")
     check_shape("targets_NK", targets_NK, (state_NC.shape[0], len(heads)))
-    if targets_NK.dtype not in (torch.int64, torch.int32):
-        raise UnsupportedError(f"targets_NK must be int64 or int32, got {targets_NK.dtype}")
+    if targets_NK.dtype not in TARGETS:
+        raise UnsupportedError(f"targets_NK must be signed integers, got {targets_NK.dtype}")
     check_devices(state_NC.device, targets_NK=targets_NK)
     width = state_NC.shape[1]
     for index, head in enumerate(heads):
