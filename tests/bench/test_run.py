@@ -136,6 +136,12 @@ def test_asking_for_nothing_or_twice(names, message):
         run_bench(CASE, names, CPU)
 
 
+def test_a_copy_names_its_revision(monkeypatch):
+    assert len(run.git_revision() or "") >= 40
+    monkeypatch.setenv("RIDGELINE_REVISION", "abc+")
+    assert run.git_revision() == "abc+"
+
+
 def test_plans_that_cannot_be():
     with pytest.raises(ConfigError, match="even number of rounds"):
         Plan(rounds=3)
@@ -168,7 +174,7 @@ def test_an_impossible_time_is_no_result(monkeypatch):
 
 def test_real_processes_measure_and_fail_apart(tmp_path):
     case = replace(CASE, batch=1, context=16)
-    plan = Plan(rounds=2, steps=2, warm_s=0.1, together=True)
+    plan = Plan(rounds=2, steps=2, turn_s=0, warm_s=0.1, together=True)
     record = run_bench(case, ["eager", "graph"], CPU, plan)
     eager, graph = record.contenders
     assert eager.error is None

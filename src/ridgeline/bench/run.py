@@ -38,7 +38,7 @@ from ridgeline.models.accounting import step_cost
 from ridgeline.records import ContenderResult, Record
 
 ANCHORS = ("best", "compile+graph")  # in every group
-POLL_S = 0.2
+POLL_S = 0.1
 GRACE_S = 10.0  # seconds a worker has to end by itself
 
 
@@ -48,7 +48,8 @@ class Plan:
 
     Attributes:
         rounds: turns of each contender; even, so that each order occurs equally often.
-        steps: timed steps of a turn.
+        steps: timed steps of a turn, at least.
+        turn_s: shortest turn, in seconds: quick steps are timed until it is full.
         warm_s: longest warm-up of a contender, in seconds.
         build_s: longest time until a contender is ready, in seconds, compilation included.
         phases: steps over which phases are measured, in a program of its own after the turns; 0 to leave them out.
@@ -57,6 +58,7 @@ class Plan:
 
     rounds: int = 6
     steps: int = 20
+    turn_s: float = 0.4
     warm_s: float = 10.0
     build_s: float = 300.0
     phases: int = 10
@@ -67,7 +69,7 @@ class Plan:
             raise ConfigError(f"a run needs an even number of rounds and ≥ 2 steps, got {self.rounds} and {self.steps}")
 
 
-CPU_PLAN = Plan(rounds=4, steps=5, warm_s=5.0, phases=3)
+CPU_PLAN = Plan(rounds=4, steps=5, turn_s=0.0, warm_s=5.0, phases=3)
 
 
 class WorkerProcess:
@@ -155,7 +157,12 @@ class WorkerProcess:
 
 
 def git_revision() -> str | None:
-    """Revision of the code that runs, with "+" if files were changed; None outside a repository."""
+    """Revision of the code that runs, with "+" if files were changed; None outside a repository.
+
+    A copy of the files without their repository says which revision they are by RIDGELINE_REVISION.
+    """
+    if os.environ.get("RIDGELINE_REVISION"):
+        return os.environ["RIDGELINE_REVISION"]
     folder = Path(ridgeline.__file__).parent
 
     def git(*arguments: str) -> str:
@@ -231,7 +238,7 @@ class _Bench:
     def _release(self, worker: WorkerProcess) -> None:
         """A short turn that nobody looks at; it ends with unused memory given back."""
         if not worker.error:
-            worker.send({"time": 2})
+            worker.send({"time": 2, "at_least_s": 0.0})
             worker.wait(self.plan.build_s)
 
     def _turns(self, workers: list[WorkerProcess]) -> None:
@@ -239,7 +246,7 @@ class _Bench:
             for worker in workers if number % 2 == 0 else reversed(workers):
                 if worker.error:
                     continue
-                worker.send({"time": self.plan.steps})
+                worker.send({"time": self.plan.steps, "at_least_s": self.plan.turn_s})
                 answer = worker.wait(self.plan.build_s, self.watch, self.load)
                 worker.times_ms += answer.get("times_ms", [])
                 worker.peak = answer.get("peak_memory_bytes")

@@ -4,7 +4,7 @@ The parent writes one JSON object a line on standard input and reads one a line 
 the argument; standard output stays free for whatever libraries print.
 
     {"build": {workload, contender, device}}  → {"first_step_s", "warm_steps"}
-    {"time": K}                               → {"times_ms": [...], "peak_memory_bytes"}
+    {"time": K, "at_least_s": S}              → {"times_ms": [...], "peak_memory_bytes"}
     {"phases": K}                             → {"phases_ms": {...}}
     anything that fails                       → {"error"}, and the process ends
 """
@@ -54,10 +54,14 @@ class Worker:
         first = time.perf_counter() - start
         return {"first_step_s": first, "warm_steps": warm_up(self.step, self.device, limit_s=warm_s)}
 
-    def time(self, count: int) -> dict[str, Any]:
-        """Times `count` steps after a few untimed ones, then gives unused memory back to the card."""
+    def time(self, count: int, at_least_s: float) -> dict[str, Any]:
+        """Times `count` steps, or as many as fill `at_least_s`, after a few that do not count.
+
+        Afterwards memory that is not used between steps goes back to the card.
+        """
         assert self.step is not None
-        time_steps(self.step, SETTLE, self.device)
+        settled_ms = min(time_steps(self.step, SETTLE, self.device))
+        count = max(count, int(1e3 * at_least_s / settled_ms))
         times = time_steps(self.step, count, self.device)
         peak = None
         if self.device.type == "cuda":
@@ -74,7 +78,9 @@ class Worker:
         """Does what a command says."""
         if "build" in command:
             return self.build(**command["build"])
-        return self.phases(command["phases"]) if "phases" in command else self.time(command["time"])
+        return (
+            self.phases(command["phases"]) if "phases" in command else self.time(command["time"], command["at_least_s"])
+        )
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -8,6 +8,7 @@ cases, and everything that changes from step to step is a tensor, so both give t
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -199,6 +200,7 @@ class TrainStep:
         if self.device.type != "cuda":
             yield
             return
+        gc.collect()  # what an earlier step has left would be freed in between
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         yield
