@@ -1,4 +1,4 @@
-"""Both ends of a controller policy: the input layer, and heads with their losses and gradients in one pass."""
+"""Both ends of a controller policy: the input layer, and the heads with their losses."""
 
 from __future__ import annotations
 
@@ -8,44 +8,49 @@ from torch import Tensor
 
 from ridgeline.models.config import PolicyConfig
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.ops.policy_heads import HeadWeights, policy_heads
-from ridgeline.ops.policy_input import InputColumns, policy_input
+from ridgeline.ops.heads import HeadWeights, heads_losses
+from ridgeline.ops.inputs import InputColumns, input_layer
+from ridgeline.ops.policy_heads import policy_heads
 
 if TYPE_CHECKING:
     from ridgeline.models.policy import ControllerPolicy
 
 
 def input_columns(config: PolicyConfig) -> InputColumns:
-    """The parts of the policy's input vector."""
+    """What stands in the policy's input vector."""
     names = [head.name for head in config.heads]
-    return InputColumns(
-        tuple((category.rows, category.width, category.columns) for category in config.categories),
-        config.numbers,
-        tuple((names.index(name), config.classes(name)) for name in config.previous),
-    )
+    tables = tuple(index for index, category in enumerate(config.categories) for _ in range(category.columns))
+    one_hots = tuple((names.index(name), config.classes(name)) for name in config.previous)
+    return InputColumns(tables=tables, numbers=config.numbers, one_hots=one_hots)
 
 
-def _rows(batch: dict[str, Tensor], name: str) -> Tensor | None:
-    return batch[name].flatten(0, 1) if name in batch else None
+def _rows(batch: dict[str, Tensor], name: str, wanted: bool) -> Tensor | None:
+    """The batch's part over (B · T) rows, or None where the vector has none of it."""
+    return batch[name].flatten(0, 1).contiguous() if wanted else None
 
 
-def policy_state(model: ControllerPolicy, batch: dict[str, Tensor], dropout: DropoutState | None) -> Tensor:
-    """`ControllerPolicy.trunk` (B, T, C) by fused kernels."""
-    B, T = next(iter(batch.values())).shape[:2]
-    tables = [model.tables[category.name].weight for category in model.config.categories]
-    x_NC = policy_input(
-        input_columns(model.config), _rows(batch, "categories"), _rows(batch, "numbers"), _rows(batch, "previous"),
-        tables, model.input.weight, model.input.bias, impl="triton",
+def policy_losses(
+    model: ControllerPolicy, batch: dict[str, Tensor], dropout: DropoutState | None, eps: float
+) -> dict[str, Tensor]:
+    """The losses of `ControllerPolicy.losses`, by fused kernels.
+
+    Heads that hear logits run as one product and a kernel a head; those that hear classes, padded, one after the other.
+    """
+    config = model.config
+    x_NC = input_layer(
+        _rows(batch, "categories", bool(config.categories)), _rows(batch, "numbers", config.numbers > 0),
+        _rows(batch, "previous", bool(config.previous)), input_columns(config),
+        [model.tables[category.name].weight for category in config.categories], model.input.weight, model.input.bias,
+        impl="triton",
     )  # fmt: skip
-    return model.decoder(x_NC.view(B, T, -1), dropout)
-
-
-def policy_losses(model: ControllerPolicy, batch: dict[str, Tensor], dropout: DropoutState | None) -> dict[str, Tensor]:
-    """The losses of `ControllerPolicy.losses` where heads hear logits, by fused kernels."""
-    heads = []
-    for head in model.config.heads:
-        m = model.heads[head.name]
-        heads.append(HeadWeights(m.norm.weight, m.norm.bias, m.up.weight, m.up.bias, m.down.weight, m.down.bias))
-    state_NC = policy_state(model, batch, dropout).flatten(0, 1)
-    losses_K = policy_heads(state_NC, heads, batch["targets"].flatten(0, 1), impl="triton")
-    return {head.name: loss for head, loss in zip(model.config.heads, losses_K.unbind(), strict=True)}
+    state_NC = model.decoder(x_NC.view(*batch["targets"].shape[:2], -1), dropout).flatten(0, 1)
+    modules = [model.heads[head.name] for head in config.heads]
+    heads = [HeadWeights(*m.norm.parameters(), *m.up.parameters(), *m.down.parameters()) for m in modules]
+    targets_NK = batch["targets"].flatten(0, 1)
+    if config.conditioning == "logits":
+        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps)
+    else:
+        losses_K = heads_losses(
+            state_NC, heads, targets_NK, eps=eps, conditioning=config.conditioning, impl="triton"
+        )
+    return {head.name: loss for head, loss in zip(config.heads, losses_K.unbind(), strict=True)}
