@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ class Shape:
         return self.B * self.T
 
 
+class AttentionGradients(NamedTuple):
+    """Gradients of the joint projection, of the relative table, and fp32 partial sums over rows of the first."""
+
+    dqkv_NQ: Tensor
+    dtable_RD: Tensor | None
+    partials_PQ: Tensor | None
+
+
 class KernelAttention:
     """The short-window kernels: saves the projection, the output and the log-sum-exp of each row."""
 
@@ -49,20 +58,24 @@ class KernelAttention:
         short.forward(*self.heads, table_RD, out, self.lse_BHT, scale=self.scale, drop=self.drop)
         return self.mixed_NM
 
-    def backward(self, dmixed_NM: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the joint projection and of the relative table (fp32)."""
+    def backward(self, dmixed_NM: Tensor, *, bias: bool) -> AttentionGradients:
+        """Gradients of the joint projection, of the relative table, and partial sums for the projection's bias."""
         c, s = self.config, self.shape
         dqkv_NQ = dmixed_NM.new_empty(s.N, c.qkv_width)
         gradients = split_heads(c, dqkv_NQ.view(s.B, s.T, -1))
         dtable_RD = None if self.table_RD is None else torch.empty_like(self.table_RD, dtype=torch.float32)
         q, k, _ = self.heads
         workspace = dqkv_NQ.new_empty(short.workspace_size(q, k, self.table_RD), dtype=torch.float32)
+        partials_PQ = None
+        if bias:
+            partials_PQ = workspace.new_empty(short.column_sum_rows(q), c.qkv_width)
         shaped = (s.B, s.T, c.heads, c.head_dim)
         short.backward(
             dmixed_NM.view(shaped), *self.heads, self.table_RD, self.mixed_NM.view(shaped), self.lse_BHT,
             *gradients, dtable_RD, workspace, scale=self.scale, drop=self.drop,
+            column_sums=partials_PQ,
         )  # fmt: skip
-        return dqkv_NQ, dtable_RD
+        return AttentionGradients(dqkv_NQ, dtable_RD, partials_PQ)
 
 
 class ReferenceAttention:
@@ -84,11 +97,12 @@ class ReferenceAttention:
         self.mixed_NM = self._out.detach()
         return self.mixed_NM
 
-    def backward(self, dmixed_NM: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Gradients of the joint projection and of the relative table."""
+    def backward(self, dmixed_NM: Tensor, *, bias: bool) -> AttentionGradients:
+        """Gradients of the joint projection, of the relative table, and the sum for the projection's bias."""
         wanted = [self._qkv] if self._table is None else [self._qkv, self._table]
         grads = torch.autograd.grad(self._out, wanted, dmixed_NM)
-        return grads[0], grads[1] if self._table is not None else None
+        sums_1Q = grads[0].sum(0, keepdim=True, dtype=torch.float32) if bias else None
+        return AttentionGradients(grads[0], grads[1] if self._table is not None else None, sums_1Q)
 
 
 AttentionStep = KernelAttention | ReferenceAttention

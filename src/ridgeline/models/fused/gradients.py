@@ -109,8 +109,3 @@ def table_gradient(table_RD: Tensor | None, gradient_RD: Tensor | None) -> Tenso
         return gradient_RD
     sink.put(gradient_RD)
     return None
-
-
-def bias_gradient(bias_M: Tensor, dy_NM: Tensor) -> Tensor | None:
-    """Column sums of dy, fp32."""
-    return table_gradient(bias_M, dy_NM.sum(0, dtype=torch.float32))
