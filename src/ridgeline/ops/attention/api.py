@@ -5,29 +5,46 @@ torch       F.scaled_dot_product_attention; a relative term becomes its attn_mas
             SDPA draws dropout masks of its own, so with p > 0 the reference's formula is used with the mask of the
             specification
 cuda        CUDA C++ for short windows on Hopper (short.py)
+triton      any window on cards from sm_80 on, one sweep over the keys (long.py, triton.py)
+triton-two-sweep   the same with two sweeps forward: maximum and sum of each row first
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.attention import short
 from ridgeline.ops.attention.reference import attention_reference, skew
 from ridgeline.ops.dropout import DropoutState
 
-IMPLEMENTATIONS = ("reference", "torch", "cuda")
+IMPLEMENTATIONS = ("reference", "torch", "cuda", "triton", "triton-two-sweep")
+TRITON_WIDTHS = (16, 32, 64, 128)
 
 
 def available(impl: str, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None = None) -> str | None:
     """Why `impl` cannot serve tensors such as these, or None when it can."""
     if impl not in IMPLEMENTATIONS:
         return nearest(impl, IMPLEMENTATIONS, "implementation")
-    return short.unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD) if impl == "cuda" else None
+    if impl == "cuda":
+        return short.unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD)
+    if impl.startswith("triton"):
+        return _triton_unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD)
+    return None
+
+
+def _triton_unsupported(*tensors: Tensor | None) -> str | None:
+    q_BTHD = tensors[0]
+    assert q_BTHD is not None
+    reason = triton_missing(q_BTHD.device)
+    if reason is None and q_BTHD.shape[3] not in TRITON_WIDTHS:
+        reason = f"takes head widths {TRITON_WIDTHS}, got {q_BTHD.shape[3]}"
+    if reason is None and any(x is not None and x.stride(-1) != 1 for x in tensors):
+        reason = f"needs tensors with last stride 1, got {[x.stride() for x in tensors if x is not None]}"
+    return reason
 
 
 def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, p: float) -> None:
@@ -67,41 +84,6 @@ def _torch_attention(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: T
     return out_BHTD.transpose(1, 2)
 
 
-class _ShortWindow(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BTHD: Tensor,
-        k_BTGD: Tensor,
-        v_BTGD: Tensor,
-        table_RD: Tensor | None,
-        scale: float,
-        drop: short.Dropping,
-    ) -> Tensor:
-        B, T, H, _ = q_BTHD.shape
-        out_BTHD = torch.empty(q_BTHD.shape, dtype=q_BTHD.dtype, device=q_BTHD.device)
-        lse_BHT = torch.empty(B, H, T, device=q_BTHD.device)
-        short.forward(q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT, scale=scale, drop=drop)
-        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT)
-        ctx.scale, ctx.drop = scale, drop
-        return out_BTHD
-
-    @staticmethod
-    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT = ctx.saved_tensors
-        dq_BTHD, dk_BTGD, dv_BTGD = (
-            torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BTHD, k_BTGD, v_BTGD)
-        )
-        d_table_RD = None if table_RD is None else torch.empty(table_RD.shape, device=table_RD.device)
-        workspace = torch.empty(short.workspace_size(q_BTHD, k_BTGD, table_RD), device=q_BTHD.device)
-        short.backward(
-            d_out_BTHD.contiguous(), q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT,
-            dq_BTHD, dk_BTGD, dv_BTGD, d_table_RD, workspace, scale=ctx.scale, drop=ctx.drop,
-        )  # fmt: skip
-        d_table = None if d_table_RD is None else d_table_RD.to(table_RD.dtype)
-        return dq_BTHD, dk_BTGD, dv_BTGD, d_table, None, None
-
-
 def attention(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -124,7 +106,7 @@ def attention(
         p: probability of dropping an attention weight, in [0, 1), kept to 15 bits.
         dropout: what the step draws its masks from; None drops nothing.
         site: the place of this dropout in the model.
-        impl: "reference", "torch" or "cuda".
+        impl: one of IMPLEMENTATIONS.
 
     Returns:
         (B, T, H, D) in q's dtype.
@@ -136,9 +118,16 @@ def attention(
     reason = available(impl, q_BTHD, k_BTGD, v_BTGD, table_RD)
     if reason is not None:
         raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
+    drop = short.dropping(p, dropout, site)
+    if impl.startswith("triton"):
+        from ridgeline.ops.attention.function import LongWindow
+
+        sweeps = 2 if impl == "triton-two-sweep" else 1
+        return LongWindow.apply(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, drop, sweeps)
     if impl == "cuda":
-        drop = short.dropping(p, dropout, site)
-        return _ShortWindow.apply(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, drop)
+        from ridgeline.ops.attention.function import ShortWindow
+
+        return ShortWindow.apply(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, drop)
     if impl == "torch" and (dropout is None or p == 0):
         return _torch_attention(q_BTHD, k_BTGD, v_BTGD, table_RD, scale)
     return attention_reference(q_BTHD, k_BTGD, v_BTGD, table_RD, scale=scale, p=p, dropout=dropout, site=site)

@@ -1,0 +1,267 @@
+"""Attention in Triton for any window and any card from sm_80 on: square tiles, deterministic, nothing of size (T, T).
+
+The skew is a gather along an axis of a product with 2 · TILE rows of the table. No product of a kernel is ever
+transposed: where keys must be rows, the scores are computed with keys as rows.
+
+    forward    one sweep over the keys with a running maximum, or two: maximum and sum first, values after
+    dQ         also leaves delta = rowsum(dO ∘ O)
+    dK, dV     a program for each key block and key head, over all its query heads
+    table      a program for each window of TILE distances and a share of the heads
+"""
+
+# mypy: disallow-untyped-defs=False
+# (kernels take Triton values, for which there are no types)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ridgeline.ops.dropout.triton import mix, random_words, site_keys
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _dot(a, b):
+    """In fp32 exact, not by way of tf32."""
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _keys_of(seed_step_ptr, site, sample_offset, unit, H):
+    """The dropout keys of a head: its stream is (sample_offset + b) · H + h."""
+    key_0, key_1 = site_keys(seed_step_ptr, site)
+    stream = (sample_offset * H + unit).to(tl.uint32)
+    return mix(key_0 ^ stream), mix(key_1 ^ stream)
+
+
+@triton.jit
+def _keep(key_0, key_1, i, j, tiles, THRESHOLD: tl.constexpr):
+    """Which weights are kept, for query numbers `i` and key numbers `j` of one broadcast shape."""
+    counter = ((i // 16) * tiles + j // 16) * 64 + (i % 8) * 8 + j % 8
+    word_0, word_1 = random_words(counter.to(tl.uint32), key_0, key_1)
+    row_high, column_high = (i // 8) % 2, (j // 8) % 2
+    word = tl.where(row_high == column_high, word_0, word_1)
+    return ((word >> (row_high * 16).to(tl.uint32)) & 0x7FFF) >= THRESHOLD
+
+
+@triton.jit
+def _rows(pointer, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr):
+    """ROWS rows of D from row `first` on; rows outside [0, limit) are zero."""
+    row = first + tl.arange(0, ROWS)
+    place = row.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(pointer + place, mask=((row >= 0) & (row < limit))[:, None], other=0.0)
+
+
+@triton.jit
+def _store_rows(pointer, value, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr):
+    row = first + tl.arange(0, ROWS)
+    place = row.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    tl.store(pointer + place, value.to(pointer.dtype.element_ty), mask=(row < limit)[:, None])
+
+
+@triton.jit
+def _scores(q, k, table_ptr, i_0, j_0, R, D: tl.constexpr, TILE: tl.constexpr):
+    """Unscaled scores, queries as rows."""
+    s = _dot(q, tl.trans(k))
+    if table_ptr is not None:
+        e = _rows(table_ptr, R - TILE - (i_0 - j_0), D, R, 2 * TILE, D)
+        place = tl.arange(0, TILE)[None, :] - tl.arange(0, TILE)[:, None] + (TILE - 1)
+        s += tl.gather(_dot(q, tl.trans(e)), place, 1)
+    return s
+
+
+@triton.jit
+def _scores_by_key(q, k, table_ptr, i_0, j_0, R, D: tl.constexpr, TILE: tl.constexpr):
+    """Unscaled scores, keys as rows."""
+    s = _dot(k, tl.trans(q))
+    if table_ptr is not None:
+        e = _rows(table_ptr, R - TILE - (i_0 - j_0), D, R, 2 * TILE, D)
+        place = tl.arange(0, TILE)[:, None] - tl.arange(0, TILE)[None, :] + (TILE - 1)
+        s += tl.gather(_dot(e, tl.trans(q)), place, 0)
+    return s
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset"])
+def forward_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, lse_ptr, seed_step_ptr, site, sample_offset, scale, kept, T, R, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
+    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, SWEEPS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Output and natural log-sum-exp of one block of queries of one head."""
+    i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE  # the longest first
+    unit = tl.program_id(1)
+    b, h = (unit // H).to(tl.int64), unit % H
+    k_ptr += b * k_b + (h // SHARE) * k_h
+    v_ptr += b * v_b + (h // SHARE) * v_h
+    i = i_0 + tl.arange(0, TILE)
+    q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
+    to_log2 = scale * _LOG2_E
+    maximum = tl.full((TILE,), -1e30, tl.float32)
+    total = tl.zeros((TILE,), tl.float32)
+    if SWEEPS == 2:
+        for j_0 in range(0, i_0 + TILE, TILE):
+            k = _rows(k_ptr, j_0, k_t, T, TILE, D)
+            s = _scores(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
+            s = tl.where((j_0 + tl.arange(0, TILE))[None, :] <= i[:, None], s, -1e30)
+            highest = tl.maximum(maximum, tl.max(s, 1))
+            total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(s - highest[:, None]), 1)
+            maximum = highest
+    if THRESHOLD > 0:
+        key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
+    out = tl.zeros((TILE, D), tl.float32)
+    for j_0 in range(0, i_0 + TILE, TILE):
+        j = j_0 + tl.arange(0, TILE)
+        k = _rows(k_ptr, j_0, k_t, T, TILE, D)
+        v = _rows(v_ptr, j_0, v_t, T, TILE, D)
+        s = _scores(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
+        s = tl.where(j[None, :] <= i[:, None], s, -1e30)
+        if SWEEPS == 1:
+            highest = tl.maximum(maximum, tl.max(s, 1))
+            factor = tl.exp2(maximum - highest)
+            maximum = highest
+            out *= factor[:, None]
+            p = tl.exp2(s - maximum[:, None])
+            total = total * factor + tl.sum(p, 1)
+        else:
+            p = tl.exp2(s - maximum[:, None])
+        if THRESHOLD > 0:
+            p = tl.where(_keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD), p, 0.0)
+        out += _dot(p.to(v.dtype), v)
+    _store_rows(out_ptr + b * o_b + h * o_h, out * (kept / total)[:, None], i_0, o_t, T, TILE, D)
+    tl.store(lse_ptr + unit.to(tl.int64) * T + i, (maximum + tl.log2(total)) / _LOG2_E, mask=i < T)
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset"])
+def query_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, d_out_ptr, lse_ptr, delta_ptr, dq_ptr, seed_step_ptr, site, sample_offset,
+    scale, kept, T, R, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
+    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dQ of one block of queries of one head, and its delta."""
+    i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
+    unit = tl.program_id(1)
+    b, h = (unit // H).to(tl.int64), unit % H
+    k_ptr += b * k_b + (h // SHARE) * k_h
+    v_ptr += b * v_b + (h // SHARE) * v_h
+    r = tl.arange(0, TILE)
+    i = i_0 + r
+    q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
+    d_out = _rows(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, TILE, D)
+    out = _rows(out_ptr + b * o_b + h * o_h, i_0, o_t, T, TILE, D)
+    delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
+    row = unit.to(tl.int64) * T + i
+    tl.store(delta_ptr + row, delta, mask=i < T)
+    lse = tl.load(lse_ptr + row, mask=i < T, other=0.0) * _LOG2_E
+    to_log2 = scale * _LOG2_E
+    if THRESHOLD > 0:
+        key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
+    dq = tl.zeros((TILE, D), tl.float32)
+    for j_0 in range(0, i_0 + TILE, TILE):
+        j = j_0 + tl.arange(0, TILE)
+        k = _rows(k_ptr, j_0, k_t, T, TILE, D)
+        v = _rows(v_ptr, j_0, v_t, T, TILE, D)
+        s = _scores(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
+        p = tl.where(j[None, :] <= i[:, None], tl.exp2(s - lse[:, None]), 0.0)
+        dp = _dot(d_out, tl.trans(v))
+        if THRESHOLD > 0:
+            keep = _keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD)
+            dp = tl.where(keep, dp * kept, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq += _dot(ds.to(k.dtype), k)
+        if table_ptr is not None:
+            column = tl.arange(0, 2 * TILE)[None, :] + r[:, None] - (TILE - 1)
+            inside = (column >= 0) & (column < TILE)
+            g = tl.where(inside, tl.gather(ds, tl.where(inside, column, 0), 1), 0.0)
+            e = _rows(table_ptr, R - TILE - (i_0 - j_0), D, R, 2 * TILE, D)
+            dq += _dot(g.to(e.dtype), e)
+    _store_rows(dq_ptr + b * dq_b + h * dq_h, dq * scale, i_0, dq_t, T, TILE, D)
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset"])
+def key_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seed_step_ptr, site, sample_offset,
+    scale, kept, T, R, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one block of keys of one key head, summed over its query heads."""
+    j_0 = tl.program_id(0) * TILE
+    groups = H // SHARE
+    b, group = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
+    j = j_0 + tl.arange(0, TILE)
+    k = _rows(k_ptr + b * k_b + group * k_h, j_0, k_t, T, TILE, D)
+    v = _rows(v_ptr + b * v_b + group * v_h, j_0, v_t, T, TILE, D)
+    to_log2 = scale * _LOG2_E
+    dk = tl.zeros((TILE, D), tl.float32)
+    dv = tl.zeros((TILE, D), tl.float32)
+    for share in range(SHARE):
+        h = group * SHARE + share
+        unit = b * H + h
+        if THRESHOLD > 0:
+            key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
+        for i_0 in range(j_0, T, TILE):
+            i = i_0 + tl.arange(0, TILE)
+            q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
+            d_out = _rows(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, TILE, D)
+            lse = tl.load(lse_ptr + unit * T + i, mask=i < T, other=0.0) * _LOG2_E
+            delta = tl.load(delta_ptr + unit * T + i, mask=i < T, other=0.0)
+            s = _scores_by_key(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
+            p = tl.where((j[:, None] <= i[None, :]) & (i < T)[None, :], tl.exp2(s - lse[None, :]), 0.0)
+            dp = _dot(v, tl.trans(d_out))
+            kept_p = p
+            if THRESHOLD > 0:
+                keep = _keep(key_0, key_1, i[None, :], j[:, None], (T + 15) // 16, THRESHOLD)
+                dp = tl.where(keep, dp * kept, 0.0)
+                kept_p = tl.where(keep, p * kept, 0.0)
+            dv += _dot(kept_p.to(d_out.dtype), d_out)
+            dk += _dot((p * (dp - delta[None, :])).to(q.dtype), q)
+    _store_rows(dk_ptr + b * dk_b + group * dk_h, dk * scale, j_0, dk_t, T, TILE, D)
+    _store_rows(dv_ptr + b * dv_b + group * dv_h, dv, j_0, dv_t, T, TILE, D)
+
+
+@triton.jit(do_not_specialize=["site", "sample_offset"])
+def table_gradient_kernel(
+    q_ptr, k_ptr, v_ptr, table_ptr, d_out_ptr, lse_ptr, delta_ptr, parts_ptr, seed_step_ptr, site, sample_offset,
+    scale, kept, T, R, H, units,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
+    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One window's share of the table gradient, TILE distances from d_0 up, over every n-th head: rows as in the table.
+
+    Everything is laid out by (row of the window, query): scores by key are gathered into that shape at once.
+    """
+    d_0 = tl.program_id(0) * TILE
+    x, r = tl.arange(0, TILE), tl.arange(0, TILE)
+    distance = d_0 + TILE - 1 - x
+    first_row = R - TILE - d_0
+    e = _rows(table_ptr, first_row, D, R, TILE, D)
+    place = r[None, :] + x[:, None] + 1
+    to_log2 = scale * _LOG2_E
+    de = tl.zeros((TILE, D), tl.float32)
+    for unit in range(tl.program_id(1), units, tl.num_programs(1)):
+        b, h = tl.cast(unit // H, tl.int64), unit % H
+        if THRESHOLD > 0:
+            key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
+        for i_0 in range(d_0, T, TILE):
+            i = i_0 + r
+            j_0 = i_0 - d_0 - TILE
+            q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
+            d_out = _rows(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, TILE, D)
+            k = _rows(k_ptr + b * k_b + (h // SHARE) * k_h, j_0, k_t, T, 2 * TILE, D)
+            v = _rows(v_ptr + b * v_b + (h // SHARE) * v_h, j_0, v_t, T, 2 * TILE, D)
+            row = tl.cast(unit, tl.int64) * T + i
+            lse = tl.load(lse_ptr + row, mask=i < T, other=0.0) * _LOG2_E
+            delta = tl.load(delta_ptr + row, mask=i < T, other=0.0)
+            s = tl.gather(_dot(k, tl.trans(q)), place, 0) + _dot(e, tl.trans(q))
+            j = i[None, :] - distance[:, None]
+            p = tl.where((j >= 0) & (i < T)[None, :], tl.exp2(s * to_log2 - lse[None, :]), 0.0)
+            dp = tl.gather(_dot(v, tl.trans(d_out)), place, 0)
+            if THRESHOLD > 0:
+                keep = _keep(key_0, key_1, i[None, :] + j * 0, tl.maximum(j, 0), (T + 15) // 16, THRESHOLD)
+                dp = tl.where(keep, dp * kept, 0.0)
+            de += _dot((p * (dp - delta[None, :])).to(q.dtype), q)
+    rows = tl.num_programs(0) * TILE
+    place_x = (tl.program_id(1) * rows + d_0 + TILE - 1 - x).to(tl.int64)
+    tl.store(parts_ptr + place_x[:, None] * D + tl.arange(0, D)[None, :], de * scale)

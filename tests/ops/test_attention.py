@@ -1,0 +1,130 @@
+"""Attention's implementations against fp64, within PyTorch's own error, and what they refuse."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from error_budget import DEVICE, compare
+from ridgeline.errors import UnsupportedError
+from ridgeline.ops.attention import IMPLEMENTATIONS, attention, attention_reference, available
+from ridgeline.ops.dropout import DropoutState
+
+DROPOUT = DropoutState(torch.tensor([2**40 + 17, 5], device=DEVICE), sample_offset=3)
+
+
+def draw(
+    T: int, H: int, G: int, D: int, rows: int, dtype: torch.dtype = torch.bfloat16, B: int = 2
+) -> dict[str, Tensor | None]:
+    """Inputs as views of one joint buffer."""
+    torch.manual_seed(T + H + D)
+    joint = torch.randn(B, T, (H + 2 * G) * D).to(DEVICE, dtype)
+    parts = joint.split((H * D, G * D, G * D), -1)
+    q, k, v = (x.unflatten(-1, (-1, D)) for x in parts)
+    table = (torch.randn(rows, D) / 2).to(DEVICE, dtype) if rows else None
+    return {"q": q, "k": k, "v": v, "table": table}
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("shape", "p", "dtype", "impl"),
+    [
+        ((70, 2, 1, 32, 80), 0.2, torch.bfloat16, "triton"),
+        ((100, 2, 2, 64, 0), 0.0, torch.bfloat16, "triton"),
+        ((130, 2, 1, 16, 0), 0.3, torch.float16, "triton-two-sweep"),
+        ((65, 1, 1, 128, 65), 0.0, torch.float32, "triton-two-sweep"),
+        ((17, 2, 2, 32, 40), 0.5, torch.float32, "triton"),
+    ],
+)
+def test_triton(shape: tuple[int, ...], p: float, dtype: torch.dtype, impl: str) -> None:
+    pytest.importorskip("triton")
+    T, H, G, D, rows = shape
+    inputs = draw(T, H, G, D, rows, dtype, B=1)
+
+    def op(q, k, v, table, impl):
+        return attention(q, k, v, table, scale=D**-0.5, p=p, dropout=DROPOUT if p else None, site=4, impl=impl)
+
+    compare(op, inputs, impl)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("shape", "p", "dtype"),
+    [
+        ((256, 8, 8, 64, 256), 0.2, torch.bfloat16),
+        ((128, 4, 4, 64, 200), 0.2, torch.bfloat16),
+        ((256, 8, 8, 32, 0), 0.0, torch.bfloat16),
+        ((256, 8, 1, 32, 0), 0.0, torch.bfloat16),
+        ((177, 4, 2, 64, 177), 0.2, torch.float16),
+        ((16, 2, 2, 32, 16), 0.3, torch.bfloat16),
+    ],
+)
+def test_cuda(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
+    T, H, G, D, rows = shape
+    inputs = draw(T, H, G, D, rows, dtype, B=5)
+    reason = available("cuda", inputs["q"], inputs["k"], inputs["v"], inputs["table"])
+    if reason is not None:
+        pytest.skip(reason)
+
+    def op(q, k, v, table, impl):
+        return attention(q, k, v, table, scale=D**-0.5, p=p, dropout=DROPOUT if p else None, site=4, impl=impl)
+
+    compare(op, inputs, "cuda")
+
+
+@pytest.mark.parametrize("rows", [0, 40])
+def test_torch_is_the_reference(rows: int) -> None:
+    inputs = [None if x is None else x.double() for x in draw(33, 4, 2, 16, rows).values()]
+    truth = attention_reference(*inputs, scale=0.25)
+    assert torch.allclose(attention(*inputs, scale=0.25, impl="torch"), truth)
+
+
+def test_torch_drops_what_the_specification_drops() -> None:
+    inputs = [None if x is None else x.double() for x in draw(33, 4, 4, 16, 40).values()]
+    truth = attention_reference(*inputs, scale=0.25, p=0.4, dropout=DROPOUT, site=2)
+    got = attention(*inputs, scale=0.25, p=0.4, dropout=DROPOUT, site=2, impl="torch")
+    assert torch.equal(got, truth)
+    assert not torch.allclose(truth, attention(*inputs, scale=0.25))
+
+
+def test_nothing_is_dropped_without_a_state() -> None:
+    q, k, v, _ = draw(9, 2, 2, 16, 0).values()
+    assert torch.equal(attention(q, k, v, scale=0.25, p=0.5), attention(q, k, v, scale=0.25))
+
+
+def test_an_implementation_that_cannot_run_says_why() -> None:
+    q, k, v, _ = draw(9, 2, 2, 24, 0).values()
+    if DEVICE.type == "cpu":
+        assert "CUDA" in str(available("cuda", q, k, v))
+        with pytest.raises(UnsupportedError, match="cannot run: needs CUDA tensors"):
+            attention(q, k, v, scale=1.0, impl="cuda")
+    pytest.importorskip("triton")
+    with pytest.raises(UnsupportedError, match="head widths"):
+        attention(q, k, v, scale=1.0, impl="triton")
+
+
+def test_the_reference_is_always_available() -> None:
+    q, k, v, _ = draw(9, 2, 2, 24, 0).values()
+    assert available("reference", q, k, v) is None
+    assert "did you mean" in str(available("refrence", q, k, v))
+    assert all(isinstance(available(impl, q, k, v), str | None) for impl in IMPLEMENTATIONS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"q": torch.zeros(2, 9, 32)}, "q must be"),
+        ({"k": torch.zeros(2, 9, 3, 16), "v": torch.zeros(2, 9, 3, 16)}, "divisor of 2 heads"),
+        ({"k": torch.zeros(2, 8, 2, 16), "v": torch.zeros(2, 8, 2, 16)}, "k and v must be"),
+        ({"table": torch.zeros(8, 16)}, "R at least T = 9"),
+        ({"table": torch.zeros(9, 8)}, "table must be"),
+        ({"v": torch.zeros(2, 9, 2, 16, dtype=torch.float64)}, "v must be torch.float32"),
+        ({"p": 1.0}, "p must be in"),
+        ({"impl": "cud"}, "did you mean cuda"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, object], words: str) -> None:
+    arguments: dict[str, object] = {name: torch.zeros(2, 9, 2, 16) for name in "qkv"} | {"table": None} | change
+    options = {"p": arguments.pop("p", 0.0), "impl": arguments.pop("impl", "reference")}
+    with pytest.raises(UnsupportedError, match=words):
+        attention(*arguments.values(), scale=1.0, **options)
