@@ -38,8 +38,8 @@ def _norm_forward(r_NC: Tensor, norm: Norm) -> Statistics:
 
 def _join(norm: Norm, bias_C: Tensor | None, residual_NC: Tensor, out: Statistics, masks: Masks | None) -> Join:
     return Join(
-        norm.kind, norm.eps, norm.weight_C, norm.bias_C, bias_C, residual_NC, out.r_NC, out.h_NC, out.mean_N, out.rstd_N,
-        masks,
+        norm.kind, norm.eps, norm.weight_C, norm.bias_C, bias_C, residual_NC, out.r_NC, out.h_NC, out.mean_N,
+        out.rstd_N, masks,
     )  # fmt: skip
 
 
@@ -93,9 +93,9 @@ class MlpHalf(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, r_NC: Tensor, w_C: Tensor, b_C: Tensor | None, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor,
-        down_bias_C: Tensor | None, next_w_C: Tensor, next_b_C: Tensor | None, kind: Any, eps: float, gelu: Any,
-        masks: Masks | None,
+        ctx: Any, r_NC: Tensor, w_C: Tensor, b_C: Tensor | None, up_FC: Tensor, up_bias_F: Tensor | None,
+        down_CF: Tensor, down_bias_C: Tensor | None, next_w_C: Tensor, next_b_C: Tensor | None, kind: Any, eps: float,
+        gelu: Any, masks: Masks | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         norm, next_norm = Norm(kind, eps, w_C, b_C), Norm(kind, eps, next_w_C, next_b_C)
         first, out = _norm_forward(r_NC, norm), Statistics(r_NC, next_norm)
@@ -103,8 +103,8 @@ class MlpHalf(torch.autograd.Function):
         join = _join(next_norm, down_bias_C, r_NC, out, masks)
         kernels.mlp_forward_raw(first.h_NC, up_FC, up_bias_F, down_CF, kept, join, gelu=gelu)
         ctx.save_for_backward(
-            r_NC, first.mean_N, first.rstd_N, out.r_NC, out.mean_N, out.rstd_N, first.h_NC, kept, up_FC, down_CF, w_C, b_C,
-            next_w_C, next_b_C,
+            r_NC, first.mean_N, first.rstd_N, out.r_NC, out.mean_N, out.rstd_N, first.h_NC, kept, up_FC, down_CF, w_C,
+            b_C, next_w_C, next_b_C,
         )  # fmt: skip
         ctx.kind, ctx.eps, ctx.gelu, ctx.masks = kind, eps, gelu, masks
         ctx.biases = up_bias_F is not None, down_bias_C is not None

@@ -95,6 +95,11 @@ class JoinGradient(NamedTuple):
     masks: Masks | None
 
 
+def source(part: Part) -> str:
+    """The .cu file of a kernel."""
+    return _PARTS[part][0]
+
+
 def tiles(N: int) -> int:
     """Tiles of 128 rows."""
     return -(-N // TILE_ROWS)
@@ -240,8 +245,7 @@ def _launch(
     arguments: Sequence[cuda.Argument],
     early: bool,
 ) -> None:
-    file, kinds = _PARTS[part]
-    kernel = cuda.load(FOLDER / file, macros).kernel(part, kinds)
+    kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1])
     cluster = config.split * config.share
     clusters = min(-(-tiles(N) // config.share), _processors(torch.cuda.current_device()) // cluster)
     kernel.launch((clusters * cluster,), THREADS, size, arguments, early=early)

@@ -146,11 +146,9 @@ def weight_gradients_raw(
     arguments = (*maps, plan.schedule, plan.longest, parts, sums)
     kernel = module.kernel("weight_parts", "M" * 8 + "PiPP")
     kernel.launch((plan.programs,), THREADS, smem(compiled["STAGES"]), arguments, early=early)
-    module.kernel("weight_totals", "P" * 11 + "i" * 9).launch(
-        (8 * len(plan.tiles),), 256, 0,
-        (
-            plan.tiles, parts, sums, *(x.dweight_MK for x in padded), *(x.dbias_M for x in padded),
-            *(x.dy_NM.shape[1] for x in padded), *(x.x_NK.shape[1] for x in padded), int(accumulate),
-        ),
-        early=True,
+    totals: tuple[cuda.Argument, ...] = (
+        plan.tiles, parts, sums, *[x.dweight_MK for x in padded], *[x.dbias_M for x in padded],
+        *[x.dy_NM.shape[1] for x in padded], *[x.x_NK.shape[1] for x in padded], int(accumulate),
     )  # fmt: skip
+    kernel = module.kernel("weight_totals", "P" * 11 + "i" * 9)
+    kernel.launch((8 * len(plan.tiles),), 256, 0, totals, early=True)
