@@ -16,7 +16,6 @@ from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "gemm_sm90.cu"
 SMEM_LIMIT = 227 * 1024
-THREADS = 384
 CHUNK_K = 64
 RESIDENT_K = 512  # 128 columns of B up to here leave room for the ring
 Epilogue = Literal["plain", "gelu", "residual", "derivative"]
@@ -30,12 +29,15 @@ class Config(NamedTuple):
     Attributes:
         tile_m, tile_n: a warpgroup's output tile.
         resident: a block keeps its columns of B for a whole segment, so that only A streams.
-        stages: ring slots; 0 takes the most that fit of 16, 8, 4 and 2.
+        groups: consumer warpgroups that take turns: 2, or 3 of 64-row tiles, where the epilogue is longer than the
+            products.
+        stages: ring slots; 0 takes as many as fit, up to 16.
     """
 
     tile_m: int = 128
     tile_n: int = 128
     resident: bool = True
+    groups: int = 2
     stages: int = 0
 
     @property
@@ -43,13 +45,19 @@ class Config(NamedTuple):
         """Rows of A in a ring slot."""
         return 64 if self.resident else self.tile_m
 
-    def smem(self, k_chunks: int, stages: int) -> int:
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the producer's warpgroup and the consumers'."""
+        return 128 * (self.groups + 1)
+
+    def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
         """Bytes of dynamic shared memory."""
         b_bytes = self.tile_n * 128
         slot = self.piece_rows * 128 + (0 if self.resident else b_bytes)
-        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + 16 * 2048 + 1024
+        panels = 4 * self.groups + (8 if reads_c else 0)
+        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 1024
 
-    def fitted(self, k_chunks: int) -> Config:
+    def fitted(self, k_chunks: int, reads_c: bool) -> Config:
         """The same with as many stages as fit.
 
         Raises:
@@ -57,10 +65,10 @@ class Config(NamedTuple):
         """
         if self.stages:
             return self
-        for stages in (16, 8, 4, 2):
-            if self.smem(k_chunks, stages) <= SMEM_LIMIT:
-                return self._replace(stages=stages)
-        raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
+        fitting = [n for n in range(2, 17) if self.smem(k_chunks, reads_c, n) <= SMEM_LIMIT]
+        if not fitting:
+            raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
+        return self._replace(stages=fitting[-1])
 
 
 def divide(row_tiles: int, columns: int, units: int) -> tuple[list[list[Segment]], int]:
@@ -146,9 +154,10 @@ def defines(
     """The macros that compile the kernel for a configuration, an inner size and an epilogue (see `gemm`)."""
     k_chunks = -(-K // CHUNK_K)
     return {
+        "GROUPS": config.groups,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "STAGES": config.fitted(k_chunks).stages,
+        "STAGES": config.fitted(k_chunks, residual or derivative).stages,
         "K_CHUNKS": k_chunks,
         "RESIDENT": int(config.resident),
         "RL_FP16": int(dtype == torch.float16),
@@ -211,7 +220,9 @@ def gemm(
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     reads = residual_MN if gelu_input_MN is None else gelu_input_MN
     map_c = map_a if reads is None else cuda.tensor_map(reads, (16, 64))
-    sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
+    sums = (
+        a_MK.new_zeros((plan.slots * 4 * config.groups, N), dtype=torch.float32) if gelu_input_MN is not None else None
+    )
     threshold, scale = quantise(masks.p) if masks else (0, 1.0)
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, out_MN, pre_MN, out_MN.stride(0), 0 if pre_MN is None else pre_MN.stride(0),
@@ -219,6 +230,6 @@ def gemm(
         masks.site if masks else 0, threshold, scale, masks.T if masks else 1,
         masks.state.sample_offset if masks else 0,
     )  # fmt: skip
-    smem = config.smem(macros["K_CHUNKS"], macros["STAGES"])
-    kernel.launch((plan.units,), THREADS, smem, arguments, early=early)
+    smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
+    kernel.launch((plan.units,), config.threads, smem, arguments, early=early)
     return sums

@@ -1,12 +1,12 @@
 // D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a: 16-bit operands, fp32 accumulators, any M, N and K; rows of every matrix
 // start at multiples of 16 bytes.
 //
-// One producer warp feeds shared memory through the bulk copy engine; two consumer warpgroups take whole output tiles in
-// turn, so that one's epilogue runs under the other's products. A block keeps its columns of B (RESIDENT) and walks down
+// One producer warp feeds shared memory through the bulk copy engine; two or three consumer warpgroups take whole output
+// tiles in turn, so that one's epilogue runs under the others' products. A block keeps its columns of B (RESIDENT) and walks down
 // the rows of A, so that only A streams.
 //
 // Macros (a configuration is a set of them, see gemm.py):
-//   TILE_M 64 or 128, TILE_N 64, 128 or 256: a warpgroup's output tile. STAGES: ring slots.
+//   GROUPS: consumer warpgroups, 2 or 3. TILE_M 64 or 128, TILE_N 64, 128 or 256: a warpgroup's output tile. STAGES: ring slots.
 //   K_CHUNKS: ceil(K / 64). RESIDENT: B stays for a whole segment. B_TRANSPOSED: B is given as [K, N].
 //   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   2 D = C + dropout(acc + bias)
 //             3 D = acc · gelu'(C), with column sums of D
@@ -26,13 +26,14 @@ constexpr int A_BYTES = PIECE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES;
 constexpr int SLOT_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
 constexpr int RESIDENT_BYTES = RESIDENT ? K_CHUNKS * B_BYTES : 0;
 constexpr int STEPS = K_CHUNKS * PIECES;                  // ring slots a tile takes
-constexpr int IN_FLIGHT = PIECES == 2 && STAGES > 4 ? 2 : 1;  // slots whose products may be under way at a slot's issue
+constexpr int IN_FLIGHT = RESIDENT && STAGES > 4 ? 2 : 1;  // slots whose products may be under way at a slot's issue
 constexpr int PANEL_BYTES = 16 * ROW_BYTES;               // 16 rows × 64 columns of output: a warp's unit of work
 constexpr int PANELS = M_BLOCKS * N_HALVES;               // panels a warp has in a tile
 constexpr bool READS_C = EPILOGUE >= 2, BOTH = EPILOGUE == 1 && STORE_U;
-// dynamic shared memory: resident B, ring, 16 panels (two on each warp's way out; or one, and C's), barriers
-constexpr int RING = RESIDENT_BYTES, STAGING = RING + STAGES * SLOT_BYTES, C_POOL = STAGING + 8 * PANEL_BYTES;
-constexpr int BARRIERS = STAGING + 16 * PANEL_BYTES, BARRIER_BYTES = 1024;
+constexpr int CONSUMER_REGISTERS = GROUPS == 2 ? 232 : 152;  // and 40 for the producer's warpgroup
+// dynamic shared memory: resident B, ring, a panel on each consumer warp's way out, C's panels, barriers
+constexpr int RING = RESIDENT_BYTES, STAGING = RING + STAGES * SLOT_BYTES, C_POOL = STAGING + 4 * GROUPS * PANEL_BYTES;
+constexpr int BARRIERS = C_POOL + (READS_C ? 8 : 0) * PANEL_BYTES, BARRIER_BYTES = 1024;
 
 struct Barriers {
   u32 base;
@@ -43,7 +44,7 @@ struct Barriers {
   RL_D u32 c_full(int group, int warp, int panel) const {
     return base + 8 * (2 * STAGES + K_CHUNKS + 1 + (group * 4 + warp) * PANELS + panel);
   }
-  static constexpr int COUNT = 2 * STAGES + K_CHUNKS + 1 + 8 * PANELS;
+  static constexpr int COUNT = 2 * STAGES + K_CHUNKS + 1 + 4 * GROUPS * PANELS;
 };
 static_assert(PANELS % 2 == 0, "C comes through two slots in turn");
 static_assert(8 * Barriers::COUNT <= BARRIER_BYTES, "barriers overflow");
@@ -138,23 +139,28 @@ RL_D u32 operand_low(u32 address) {
 }
 RL_D u64 operand(u32 low) { return static_cast<u64>(operand_k_major(0) >> 32) << 32 | low; }
 
-// The products of one tile, the `tile`-th since the kernel began; `fresh`: B may still be on its way.
-RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int tile, bool fresh, u32 b_phase, int group,
+struct Cursor {  // a place in the ring
+  int slot;
+  u32 phase;
+  RL_D void advance(int steps) {
+    slot += steps;
+    while (slot >= STAGES) slot -= STAGES, phase ^= 1;
+  }
+};
+
+// The products of one tile, from `at` in the ring; `fresh`: B may still be on its way.
+RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, Cursor at, bool fresh, u32 b_phase, int group,
                    int lane) {
-  const int start = tile * STEPS, offset = STEPS % STAGES == 0 ? 0 : start % STAGES;
   const u32 a_ring = static_cast<u32>(operand_k_major(smem + RING));
   const u32 b_start = operand_low(RESIDENT ? smem : smem + RING + A_BYTES);
-  const auto slot_of = [&](int step) {
-    const int slot = offset + step % STAGES;
-    return STEPS % STAGES == 0 || STAGES % STEPS == 0 || slot < STAGES ? slot : slot - STAGES;
-  };
+  const auto before = [&](int steps) { return at.slot >= steps ? at.slot - steps : at.slot + STAGES - steps; };
 #pragma unroll(STEPS <= 16 ? STEPS : 1)
   for (int step = 0; step < STEPS; ++step) {
-    const int chunk = step / PIECES, piece = step % PIECES, slot = slot_of(step);
+    const int chunk = step / PIECES, piece = step % PIECES;
     if (RESIDENT && fresh && piece == 0) barrier_wait(bar.b_full(chunk), b_phase);
-    barrier_wait(bar.full(slot), (start + step) / STAGES & 1);
-    const u32 a = a_ring + slot * (SLOT_BYTES / 16);
-    const u32 b = b_start + (RESIDENT ? chunk * (B_BYTES / 16) : slot * (SLOT_BYTES / 16));
+    barrier_wait(bar.full(at.slot), at.phase);
+    const u32 a = a_ring + at.slot * (SLOT_BYTES / 16);
+    const u32 b = b_start + (RESIDENT ? chunk * (B_BYTES / 16) : at.slot * (SLOT_BYTES / 16));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < BLOCK_K / 16; ++k)
@@ -165,15 +171,16 @@ RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, i
     wgmma_commit();
     if (step >= IN_FLIGHT) {
       wgmma_wait<IN_FLIGHT>();
-      release(bar, slot_of(step - IN_FLIGHT), lane);
+      release(bar, before(IN_FLIGHT), lane);
     }
+    at.advance(1);
   }
-  named_arrive<256>(2 - group);  // the other warpgroup's turn
+  named_arrive<256>(1 + (group + 1) % GROUPS);  // the next warpgroup's turn
   wgmma_wait<0>();
 #pragma unroll
   for (int i = 0; i < M_BLOCKS; ++i) wgmma_touch(acc[i]);
 #pragma unroll
-  for (int step = STEPS > IN_FLIGHT ? STEPS - IN_FLIGHT : 0; step < STEPS; ++step) release(bar, slot_of(step), lane);
+  for (int step = STEPS < IN_FLIGHT ? STEPS : IN_FLIGHT; step > 0; --step) release(bar, before(step), lane);
 }
 
 // ---- epilogues, one panel (16 rows × 64 columns) a warp at a time; thread (row l / 4 + 8 h, columns 8 j + 2 (l % 4) + e)
@@ -242,7 +249,7 @@ struct Consumer {
   u32 bias[TILE_N / 8];        // packed pairs of this lane's columns
   float sums[EPILOGUE == 3 ? TILE_N / 8 : 1][2];
 
-  RL_D Panel staging(int i) const { return {smem + STAGING + ((group * 4 + warp) * (BOTH ? 2 : 1) + i) * PANEL_BYTES, lane}; }
+  RL_D Panel staging() const { return {smem + STAGING + (group * 4 + warp) * PANEL_BYTES, lane}; }
   RL_D Panel c_panel(int i) const { return {smem + C_POOL + (warp * 2 + (i & 1)) * PANEL_BYTES, lane}; }
   RL_D void load_bias(const u16* pointer, int column) {
 #pragma unroll
@@ -266,31 +273,38 @@ struct Consumer {
     for (int i = 0; i < PANELS; ++i) {
       const float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
       const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
+      u32 later[BOTH ? 4 : 1][2][2];
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
+      for (int j = 0; j < 4; ++j) {
         u32 pre[2][2], out[2][2];
 #pragma unroll
         for (int g = 0; g < 2; ++g)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            float u0 = v[4 * (j + g) + 2 * h], u1 = v[4 * (j + g) + 2 * h + 1];
-            const u32 b = bias[8 * (i % N_HALVES) + j + g];
+            float u0 = v[4 * (2 * j + g) + 2 * h], u1 = v[4 * (2 * j + g) + 2 * h + 1];
+            const u32 b = bias[8 * (i % N_HALVES) + 2 * j + g];
             if (HAS_BIAS) u0 += pair_low(b), u1 += pair_high(b);
             pre[g][h] = pack_pair(u0, u1);
             if (EPILOGUE == 1) out[g][h] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
+            if (BOTH) later[j][g][h] = out[g][h];
           }
-        if (BOTH) staging(1).write(j, pre);
-        staging(0).write(j, EPILOGUE == 1 ? out : pre);
+        staging().write(2 * j, EPILOGUE == 1 && !BOTH ? out : pre);
       }
       __syncwarp();
-      if (BOTH) staging(1).send(p.u, p.u_step, x, y, p.m, p.n);
-      staging(0).send(p.d, p.d_step, x, y, p.m, p.n);
+      if (BOTH) {
+        staging().send(p.u, p.u_step, x, y, p.m, p.n);
+        __syncwarp();
+#pragma unroll
+        for (int j = 0; j < 4; ++j) staging().write(2 * j, later[j]);
+        __syncwarp();
+      }
+      staging().send(p.d, p.d_step, x, y, p.m, p.n);
       __syncwarp();
     }
   }
 
   // Epilogues that read C, which comes two panels ahead: once a panel is read, its slot is filled for the next but one,
-  // of this tile or of the one that follows, which the other warpgroup's warp of the same number takes.
+  // of this tile or of the one that follows, which the next warpgroup's warp of the same number takes.
   RL_D void with_c(float (&acc)[M_BLOCKS][TILE_N / 2], int column, int row, u32 phase, const Tiles& next) {
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) {
@@ -305,14 +319,14 @@ struct Consumer {
       for (int j = 0; j < 4; ++j) {
         if (EPILOGUE == 3) multiply_derivative(c[j], v + 8 * j, 8 * (i % N_HALVES) + 2 * j);
         if (EPILOGUE == 2) add_residual(c[j], v + 8 * j, 8 * (i % N_HALVES) + 2 * j, mask_row, x + 16 * j);
-        staging(0).write(2 * j, c[j]);
+        staging().write(2 * j, c[j]);
       }
       __syncwarp();
       if (lane == 0) {
         if (i + 2 < PANELS) fetch_c(group, i + 2, column, row);
-        else if (next.valid()) fetch_c(1 - group, i + 2 - PANELS, next.column(), next.row());
+        else if (next.valid()) fetch_c((group + 1) % GROUPS, i + 2 - PANELS, next.column(), next.row());
       }
-      staging(0).send(p.d, p.d_step, x, y, p.m, p.n);
+      staging().send(p.d, p.d_step, x, y, p.m, p.n);
       __syncwarp();
     }
   }
@@ -379,33 +393,37 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
     for (int j = 0; j < TILE_N / 8; ++j) me.sums[j][0] = me.sums[j][1] = 0.f;
   if (READS_C && me.group == 0 && me.lane == 0 && tiles.valid())
     for (int i = 0; i < 2; ++i) me.fetch_c(0, i, tiles.column(), tiles.row());
-  int segment = 0;
-  for (int tile = 0; tiles.valid(); ++tile) {
+  int segment = 0, turn = 0;  // whose tile it is
+  u32 round = 0;              // parity of this warpgroup's tiles
+  Cursor at{0, 0};
+  while (tiles.valid()) {
     const int column = tiles.column(), row = tiles.row();
     if (tiles.index == 0 && EPILOGUE != 3) me.load_bias(bias, column);
     Tiles next = tiles;
     next.advance();
     const bool last = next.index == 0;  // of this segment
-    if ((tile & 1) == me.group) {
+    if (turn == me.group) {
       // Products strictly take turns. A wait tells only odd phases from even ones, so a warpgroup may look at a slot's
       // barrier only once every earlier phase of it is over: once the other warpgroup has seen the tile before.
       named_barrier<256>(1 + me.group);
-      multiply(acc, me.smem, me.bar, tile, tiles.index < 2, segment & 1, me.group, me.lane);
+      multiply(acc, me.smem, me.bar, at, tiles.index < GROUPS, segment & 1, me.group, me.lane);
       if (RESIDENT && last && me.lane == 0) barrier_arrive(me.bar.b_free());
-      if (READS_C) me.with_c(acc, column, row, tile >> 1 & 1, next);
+      if (READS_C) me.with_c(acc, column, row, round, next);
       else me.linear(acc, column, row);
     } else if (RESIDENT && last && me.lane == 0) {
       barrier_arrive(me.bar.b_free());
     }
     if (last) {
-      if (EPILOGUE == 3) me.write_sums(partials + static_cast<i64>((tiles.sums_row() * 2 + me.group) * 4 + me.warp) * p.n, column);
+      if (EPILOGUE == 3) me.write_sums(partials + static_cast<i64>((tiles.sums_row() * GROUPS + me.group) * 4 + me.warp) * p.n, column);
       ++segment;
     }
     tiles = next;
+    at.advance(STEPS);
+    if (++turn == GROUPS) turn = 0, round ^= 1;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
          const __grid_constant__ TensorMap map_c, u16* d, u16* u, int d_step, int u_step, const int4* schedule,
          int segments, const u16* bias, float* partials, const i64* seed_step, int m, int n, u32 site, u32 threshold,
@@ -422,8 +440,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       barrier_init(bar.empty(i), 4);
     }
     for (int i = 0; i < K_CHUNKS; ++i) barrier_init(bar.b_full(i), 1);
-    barrier_init(bar.b_free(), 8);
-    for (int i = 0; i < 8 * PANELS; ++i) barrier_init(bar.c_full(0, 0, i), 1);
+    barrier_init(bar.b_free(), 4 * GROUPS);
+    for (int i = 0; i < 4 * GROUPS * PANELS; ++i) barrier_init(bar.c_full(0, 0, i), 1);
     barrier_init_fence();
   }
   __syncthreads();
@@ -434,14 +452,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     registers_down<40>();
     if (threadIdx.x == 0) produce(p, tiles, smem, bar);
   } else {
-    registers_up<232>();
+    registers_up<CONSUMER_REGISTERS>();
     Mask mask{};
     if (EPILOGUE == 2 && DROPOUT) {
       mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
               first_sample};
     }
     Consumer me{p, mask, smem, bar, group, warp, lane};
-    if (group == 1) named_arrive<256>(1);  // the first turn is warpgroup 0's
+    if (group == GROUPS - 1) named_arrive<256>(1);  // the first turn is warpgroup 0's
     consume(me, tiles, bias, partials);
   }
 }
