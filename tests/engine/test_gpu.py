@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from engine.helpers import Stranger, language_batch, stranger_loss
+from ridgeline.bench.contenders import TorchStep, find_contender
+from ridgeline.bench.timing import summarise, time_steps
 from ridgeline.bench.workloads import Workload, random_batch, workload
 from ridgeline.engine import TrainStep
 from ridgeline.errors import RidgelineError, UnsupportedError
@@ -167,3 +170,49 @@ def test_the_update_kernels_do_what_pytorchs_operations_do():
         steps.append(step)
     a, b = ([m.loss for m in step.metrics()] for step in steps)
     assert a == pytest.approx(b, rel=1e-4)
+
+
+class NanoBlock(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = (y.view(B, T, self.heads, -1).transpose(1, 2) for y in self.c_attn(self.ln_1(x)).split(C, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        return x + self.mlp(self.ln_2(x))
+
+
+class NanoGPT(nn.Module):
+    """Written as people write it, by nobody who knows this package."""
+
+    def __init__(self, vocabulary: int = 65, width: int = 256, heads: int = 8, context: int = 256, layers: int = 6):
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.h = nn.ModuleList(NanoBlock(width, heads) for _ in range(layers))
+        self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.wte.weight = self.lm_head.weight
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.wte(batch["tokens"]) + self.wpe(torch.arange(batch["tokens"].shape[1], device=self.wte.weight.device))
+        for block in self.h:
+            x = block(x)
+        return F.cross_entropy(self.lm_head(self.ln_f(x)).flatten(0, 1), batch["targets"].flatten())
+
+
+@pytest.mark.slow
+def test_a_strangers_module_is_as_fast_as_pytorch_compiled_and_captured():
+    torch.use_deterministic_algorithms(False)
+    batch = random_batch(workload("gpt2-c256"), torch.device("cuda"))
+    ours = TrainStep(NanoGPT().cuda(), lambda model, batch: model.loss(batch), compile="default")
+    pytorch = TorchStep(NanoGPT().cuda(), find_contender("compile+graph"), "bf16-autocast")
+    times: dict[str, list[float]] = {"ours": [], "pytorch": []}
+    for _ in range(6):
+        for name, step in (("ours", ours), ("pytorch", pytorch)):
+            times[name] += time_steps(lambda step=step: step(batch), 60, torch.device("cuda"))[20:]
+    assert summarise(times["pytorch"]).median_ms / summarise(times["ours"]).median_ms >= 0.97
