@@ -10,9 +10,12 @@ from ridgeline.ops._triton.support import Launch
 from ridgeline.ops.attention import triton as kernels
 from ridgeline.ops.attention.short import Dropping
 
-TILE = 64
 TABLE_SHARES = 32  # programs that share the heads of one window of the table gradient
-_DEFAULT = Launch(rows=TILE, warps=4, stages=2)
+
+
+def default_launch(D: int, relative: bool) -> Launch:
+    """Tiles that keep a program in registers: small ones where the skew's gather needs two more of them."""
+    return Launch(rows=32, warps=4, stages=2) if relative else Launch(rows=64, warps=8 if D > 64 else 4, stages=2)
 
 
 def _strides(*tensors_BTHD: Tensor) -> list[int]:
@@ -30,7 +33,7 @@ def forward(
     scale: float,
     drop: Dropping,
     sweeps: int = 1,
-    launch: Launch = _DEFAULT,
+    launch: Launch | None = None,
 ) -> None:
     """Attention's output and the natural log-sum-exp of each row's scaled scores.
 
@@ -42,13 +45,14 @@ def forward(
         scale: of the scores.
         drop: from `short.dropping`.
         sweeps: 1, or 2 to find each row's maximum and sum before the values are read.
-        launch: warps and stages.
+        launch: rows of a (square) tile, warps and stages; `default_launch` where none is given.
     """
     B, T, H, D = q_BTHD.shape
-    kernels.forward_kernel[(triton.cdiv(T, TILE), B * H)](
+    launch = launch or default_launch(D, table_RD is not None)
+    kernels.forward_kernel[(triton.cdiv(T, launch.rows), B * H)](
         q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT, drop.seed_step, drop.site, drop.first_sample, scale,
         drop.kept, T, 0 if table_RD is None else table_RD.shape[0], H, *_strides(q_BTHD, k_BTGD, v_BTGD, out_BTHD),
-        SHARE=H // k_BTGD.shape[2], D=D, THRESHOLD=drop.threshold, SWEEPS=sweeps, TILE=TILE,
+        SHARE=H // k_BTGD.shape[2], D=D, THRESHOLD=drop.threshold, SWEEPS=sweeps, TILE=launch.rows,
         num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
 
@@ -68,7 +72,7 @@ def backward(
     *,
     scale: float,
     drop: Dropping,
-    launch: Launch = _DEFAULT,
+    launch: Launch | None = None,
 ) -> None:
     """All gradients of `forward`, in a fixed order of summation.
 
@@ -81,12 +85,13 @@ def backward(
     """
     B, T, H, D = q_BTHD.shape
     G, R = k_BTGD.shape[2], 0 if table_RD is None else table_RD.shape[0]
-    blocks = triton.cdiv(T, TILE)
+    launch = launch or default_launch(D, table_RD is not None)
+    blocks = triton.cdiv(T, launch.rows)
     delta_BHT = torch.empty_like(lse_BHT)
     inputs = (q_BTHD, k_BTGD, v_BTGD)
     randomness = (drop.seed_step, drop.site, drop.first_sample, scale, drop.kept)
     options = {
-        "SHARE": H // G, "D": D, "THRESHOLD": drop.threshold, "TILE": TILE, "num_warps": launch.warps,
+        "SHARE": H // G, "D": D, "THRESHOLD": drop.threshold, "TILE": launch.rows, "num_warps": launch.warps,
         "num_stages": launch.stages,
     }  # fmt: skip
     kernels.query_gradient_kernel[(blocks, B * H)](
@@ -99,10 +104,10 @@ def backward(
     )  # fmt: skip
     if d_table_RD is not None:
         shares = min(TABLE_SHARES, B * H)
-        parts = torch.empty(shares, blocks * TILE, D, device=q_BTHD.device)
+        parts = torch.empty(shares, blocks * launch.rows, D, device=q_BTHD.device)
         kernels.table_gradient_kernel[(blocks, shares)](
             *inputs, table_RD, d_out_BTHD, lse_BHT, delta_BHT, parts, *randomness, T, R, H, B * H,
-            *_strides(*inputs, d_out_BTHD), **options,
+            *_strides(*inputs, d_out_BTHD), **options | {"num_stages": 1},
         )  # fmt: skip
         d_table_RD.zero_()
         d_table_RD[-T:] = parts.sum(0)[:T].flip(0)
