@@ -4,7 +4,7 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 `aligned_empty`.
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
-impl="cuda"   the Hopper GEMM with its epilogues, where `gemm.choose` knows a configuration that wins
+impl="cuda"   the Hopper GEMM with its epilogues; plain products by cuBLAS where `gemm.choose` says that it is faster
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ def forward_raw(
     impl: str = "torch",
 ) -> None:
     """out = x Wᵀ + b; with `gelu` its GELU, and x Wᵀ + b also in `pre_NM` if given; or residual + dropout(x Wᵀ + b)."""
-    if impl == "cuda":
-        config = gemm.choose(x_NK.shape[0], out_NM.shape[1], x_NK.shape[1], _epilogue(gelu, residual_NM))
+    epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
+    if gelu is not None or residual_NM is not None:
+        epilogue = "gelu" if gelu is not None else "residual"
+    config = gemm.choose(out_NM.shape[0], out_NM.shape[1], x_NK.shape[1], epilogue) if impl == "cuda" else None
+    if config is not None:
         gemm.gemm(
             x_NK, weight_MK, out_NM, config,
             bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks,
@@ -80,9 +83,9 @@ def input_gradient_raw(
     Returns:
         With `pre_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the bias in pre).
     """
-    if impl == "cuda":
-        N, K = dx_NK.shape
-        config = gemm.choose(N, K, dy_NM.shape[1], "derivative" if pre_NK is not None else "plain")
+    epilogue: gemm.Epilogue = "plain" if pre_NK is None else "derivative"
+    config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], dy_NM.shape[1], epilogue)
+    if impl == "cuda" and config is not None:
         return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, gelu_input_MN=pre_NK, gelu=gelu)
     torch.mm(dy_NM, weight_MK, out=dx_NK)
     if pre_NK is None:
@@ -103,7 +106,3 @@ def weight_gradient_raw(dy_NM: Tensor, x_NK: Tensor, dweight_MK: Tensor, *, accu
         torch.addmm(dweight_MK, dy_NM.t(), x_NK, out_dtype=torch.float32, out=dweight_MK)
     else:
         torch.mm(dy_NM.t(), x_NK, out_dtype=torch.float32, out=dweight_MK)
-
-
-def _epilogue(gelu: GeluKind | None, residual_NM: Tensor | None) -> gemm.Epilogue:
-    return "gelu" if gelu is not None else "residual" if residual_NM is not None else "plain"
