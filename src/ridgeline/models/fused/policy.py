@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ridgeline.models.config import PolicyConfig
+from ridgeline.ops import heads as sequential
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.ops.heads import HeadWeights, heads_losses
 from ridgeline.ops.inputs import InputColumns, input_layer
-from ridgeline.ops.policy_heads import policy_heads
+from ridgeline.ops.policy_heads import HeadWeights, policy_heads
 
 if TYPE_CHECKING:
     from ridgeline.models.policy import ControllerPolicy
@@ -40,17 +40,17 @@ def policy_losses(
     x_NC = input_layer(
         _rows(batch, "categories", bool(config.categories)), _rows(batch, "numbers", config.numbers > 0),
         _rows(batch, "previous", bool(config.previous)), input_columns(config),
-        [model.tables[category.name].weight for category in config.categories], model.input.weight, model.input.bias,
+        list(model.tables.parameters()), model.input.weight, model.input.bias,
         impl="triton",
     )  # fmt: skip
     state_NC = model.decoder(x_NC.view(*batch["targets"].shape[:2], -1), dropout).flatten(0, 1)
-    modules = [model.heads[head.name] for head in config.heads]
-    heads = [HeadWeights(*m.norm.parameters(), *m.up.parameters(), *m.down.parameters()) for m in modules]
+    heads = [HeadWeights(*model.heads[head.name].parameters()) for head in config.heads]  # in the order of the fields
     targets_NK = batch["targets"].flatten(0, 1)
     if config.conditioning == "logits":
-        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps)
+        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl="triton")
     else:
-        losses_K = heads_losses(
-            state_NC, heads, targets_NK, eps=eps, conditioning=config.conditioning, impl="triton"
-        )
+        losses_K = sequential.heads_losses(
+            state_NC, [sequential.HeadWeights(*head) for head in heads], targets_NK,
+            eps=eps, conditioning=config.conditioning, impl="triton",
+        )  # fmt: skip
     return {head.name: loss for head, loss in zip(config.heads, losses_K.unbind(), strict=True)}

@@ -1,0 +1,86 @@
+"""The public function of the policy heads.
+
+reference   plain torch (reference.py)
+triton      one product for all heads, a kernel a head that goes forward and back, products for the gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ridgeline.errors import UnsupportedError
+from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops.policy_heads.reference import HeadWeights, policy_heads_reference
+
+IMPLEMENTATIONS = ("reference", "triton")
+MAX_WIDTH = 4096  # state and earlier logits: a tile holds whole rows of a weight in registers
+MAX_CLASSES = 128  # of a head, and of all heads that are heard: a tile holds a row's logits
+
+
+def available(impl: str, device: torch.device) -> str | None:
+    """Why `impl` cannot run on `device`, or None when it can."""
+    return availability(impl, IMPLEMENTATIONS, device)
+
+
+def policy_heads(
+    x_NC: Tensor, heads: Sequence[HeadWeights], targets_NK: Tensor, *, eps: float = 1e-5, impl: str = "reference"
+) -> Tensor:
+    """Losses of K heads, each of which hears the state and the earlier heads' raw logits, detached.
+
+    Args:
+        x_NC: the state; fp32, bf16 or fp16.
+        heads: K heads' weights in x's dtype; head k takes C + (classes of the heads before it) numbers.
+        targets_NK: classes of any integer dtype; −100 does not count. For "triton" one out of range gives NaN.
+        eps: of the norms.
+        impl: "reference" or "triton".
+
+    Returns:
+        (K,) mean losses in nats, fp32; NaN where no target counts.
+
+    Raises:
+        UnsupportedError: the implementation cannot run here, or a shape, dtype or device it does not take.
+    """
+    demand(impl, IMPLEMENTATIONS, x_NC.device)
+    _check(x_NC, heads, targets_NK)
+    if impl == "reference":
+        return policy_heads_reference(x_NC, heads, targets_NK, eps=eps)
+    reason = unsupported(x_NC.shape[1], [head.down_VH.shape[0] for head in heads])
+    if reason is not None:
+        raise UnsupportedError(reason)
+    check_storage(**{f"heads[{i}].{name}": w for i, head in enumerate(heads) for name, w in head._asdict().items()})
+    from ridgeline.ops.policy_heads.function import PolicyHeads  # imports Triton
+
+    return PolicyHeads.apply(x_NC, targets_NK.contiguous(), eps, *(weight for head in heads for weight in head))
+
+
+def unsupported(width: int, classes: Sequence[int]) -> str | None:
+    """Why "triton" cannot serve heads of these classes on a state of this width, or None."""
+    if width % 8:
+        return f"impl='triton' takes a state whose width is a multiple of 8, got {width}"
+    if width + sum(classes[:-1]) > MAX_WIDTH:
+        return f"impl='triton' takes at most {MAX_WIDTH} inputs of a head, got {width + sum(classes[:-1])}"
+    if max(*classes, sum(classes[:-1])) > MAX_CLASSES:
+        return f"impl='triton' takes at most {MAX_CLASSES} classes of a head and of all but the last, got {classes}"
+    return None
+
+
+def _check(x_NC: Tensor, heads: Sequence[HeadWeights], targets_NK: Tensor) -> None:
+    if x_NC.dim() != 2 or not heads:
+        raise UnsupportedError(f"policy_heads takes x_NC and at least one head, got {tuple(x_NC.shape)}, {len(heads)}")
+    check_shape("targets_NK", targets_NK, (x_NC.shape[0], len(heads)))
+    if targets_NK.is_floating_point() or targets_NK.dtype == torch.bool:
+        raise UnsupportedError(f"targets_NK must be integers, got {targets_NK.dtype}")
+    S = x_NC.shape[1]
+    for index, head in enumerate(heads):
+        H, V = head.up_HS.shape[0], head.down_VH.shape[0]
+        shapes = ((S,), (S,), (H, S), (H,), (V, H), (V,))
+        for (name, weight), shape in zip(head._asdict().items(), shapes, strict=True):
+            check_shape(f"heads[{index}].{name}", weight, shape)
+            if weight.dtype != x_NC.dtype:
+                raise UnsupportedError(f"heads[{index}].{name} must be {x_NC.dtype} like x_NC, got {weight.dtype}")
+        check_devices(x_NC.device, **head._asdict())
+        S += V
+    check_devices(x_NC.device, targets_NK=targets_NK)

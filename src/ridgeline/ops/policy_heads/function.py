@@ -1,0 +1,56 @@
+"""The policy heads as one autograd function, whose weight gradients go to sinks where there are some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ridgeline.ops.policy_heads import launch
+from ridgeline.ops.policy_heads.reference import HeadWeights
+from ridgeline.ops.sink import sink_of
+
+FIELDS = len(HeadWeights._fields)
+
+
+def _heads(flat: tuple[Tensor, ...]) -> list[HeadWeights]:
+    return [HeadWeights(*flat[start : start + FIELDS]) for start in range(0, len(flat), FIELDS)]
+
+
+class PolicyHeads(torch.autograd.Function):
+    """Losses (K,) of x (N, C), targets (N, K), the norms' eps and the heads' weights, one head after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NC: Tensor, targets_NK: Tensor, eps: float, *flat: Tensor) -> Tensor:
+        heads, x_NC = _heads(flat), x_NC.contiguous()
+        plan = launch.layout_of(heads)
+        packed = launch.pack(plan, heads)
+        gradient = any(ctx.needs_input_grad)
+        passed = launch.forward(plan, packed, heads, x_NC, targets_NK, eps=eps, gradient=gradient)
+        ctx.plan, ctx.packed, ctx.passed, ctx.x_NC, ctx.flat = plan, packed, passed, x_NC, flat
+        return launch.losses(plan, passed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlosses_K: Tensor) -> tuple[Tensor | None, ...]:
+        plan, passed, x_NC = ctx.plan, ctx.passed, ctx.x_NC
+        dx_NC, factors = launch.state_gradient(plan, ctx.packed, passed, x_NC, dlosses_K.contiguous())
+        multiplied = launch.products(passed, x_NC)
+        gradients: list[Tensor | None] = []
+        for place, head in zip(plan.heads, _heads(ctx.flat), strict=True):
+            targets, add, own = _targets(head)
+            launch.weight_gradients(plan, place, head, multiplied, passed.sums, factors, targets, add=add)
+            gradients += targets if own else [None] * FIELDS
+        return dx_NC, None, None, *gradients
+
+
+def _targets(head: HeadWeights) -> tuple[HeadWeights, bool, bool]:
+    """Where a head's gradients go, whether to add to what is there, and whether autograd is to have them."""
+    sinks = [sink_of(weight) for weight in head]
+    known = [sink for sink in sinks if sink is not None]
+    if len(known) < FIELDS:
+        return HeadWeights(*(torch.empty_like(weight) for weight in head)), False, True
+    taken = [sink.take() for sink in known]
+    return HeadWeights(*(target for target, _ in taken)), taken[0][1], False
