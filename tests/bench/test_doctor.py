@@ -158,14 +158,15 @@ def test_pick_takes_the_fastest_that_can_run_and_says_why_not_the_others() -> No
     )
 
 
-def test_on_the_cpu_every_op_is_pytorchs_and_every_kernel_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+def test_on_the_cpu_every_op_is_pytorchs_and_every_kernel_has_a_reason() -> None:
+    """Also under Triton's interpreter, which could run the kernels and never trains."""
     for name in PRESETS:
-        choices = choices_of(preset(name).model, CPU, torch.float32, preset(name).window.context)
+        choices = choices_of(preset(name).model, CPU, torch.float32, 4, preset(name).window.context)
         assert {choice.uses for choice in choices} == {"torch"}
         for choice in choices:
             for impl in set(choice.others) & {"cuda", "triton"}:
                 assert "CUDA" in choice.others[impl], (choice.op, choice.others[impl])
+        assert [choice.op for choice in choices][2:4] == ["attention", "MLP products with GELU"]
         assert any("dropout" in choice.op for choice in choices) is (preset(name).model.decoder.dropout > 0)
 
 

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,26 @@ from ridgeline.bench.sdpa import SdpaAnswer, ask_sdpa
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.hardware import PRECISIONS, DriverReading, by_driver_name, load_ceilings, read_driver
 from ridgeline.hardware.spec import lacking
-from ridgeline.models import ModelConfig
-from ridgeline.models.fused.choices import attention_missing, choose
-from ridgeline.ops import activation, cross_entropy, dropout, embedding, linear, norm, optimizer
+from ridgeline.models import LanguageConfig, ModelConfig
+from ridgeline.models.fused.choices import choose, split_heads
+from ridgeline.ops import (
+    activation,
+    attention,
+    cross_entropy,
+    dropout,
+    embedding,
+    heads,
+    inputs,
+    linear,
+    norm,
+    optimizer,
+    policy_heads,
+)
 from ridgeline.ops._cuda import nvrtc
 from ridgeline.presets import preset as find_preset
 
 FASTEST_FIRST = ("cuda", "triton", "torch", "reference")
-ATTENTION = ("cuda", "torch", "reference")
+PYTORCHS = ("torch", "reference")  # implementations that run wherever PyTorch does
 TOOL_TIMEOUT_S = 20
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 _VERSION = re.compile(r"V(\d+\.\d+\.\d+)")
@@ -102,7 +113,7 @@ def pick(op: str, implementations: Sequence[str], why: Why, *, uses: str | None 
         why: reason why one cannot run here, or None.
         uses: the one that runs, where the model has decided; None for the fastest that can.
     """
-    ordered = sorted(implementations, key=FASTEST_FIRST.index)
+    ordered = sorted(implementations, key=lambda impl: FASTEST_FIRST.index(impl.split("-")[0]))
     reasons = {impl: why(impl) for impl in ordered}
     used = uses or next(impl for impl in ordered if reasons[impl] is None)
     idle = {"reference": "the specification, slower"}
@@ -114,40 +125,54 @@ def pick(op: str, implementations: Sequence[str], why: Why, *, uses: str | None 
     return OpChoice(op=op, uses=used, others=others)
 
 
-def choices_of(model: ModelConfig, device: torch.device, dtype: torch.dtype, T: int) -> list[OpChoice]:
-    """The implementation of each op of a model on a device: the fused block's where it runs, else PyTorch's."""
+def _modules(model: ModelConfig) -> list[tuple[str, Any]]:
+    """The ops outside attention and the MLP, by what they do in this model."""
+    if isinstance(model, LanguageConfig):
+        ends: list[tuple[str, Any]] = [("token and position embedding", embedding), ("head and loss", cross_entropy)]
+    else:
+        together = model.conditioning == "logits"
+        ends = [("input layer", inputs), ("heads and losses", policy_heads if together else heads)]
+    dropping: list[tuple[str, Any]] = [("dropout, where in no other kernel", dropout)] if model.decoder.dropout else []
+    return [
+        ends[0],
+        ("norm, joined with the residual", norm),
+        ("bias and GELU, where in no product", activation),
+        *dropping,
+        ends[1],
+        ("AdamW and global norm", optimizer),
+    ]
+
+
+def choices_of(model: ModelConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> list[OpChoice]:
+    """The implementation of each op of a model on a device: the fused model's where it runs, else PyTorch's."""
     c = model.decoder
-    unfused = norm.available("triton", device)
-    fused = None if unfused else choose(c, device, dtype, T)
+    unfused = f"the fused model needs a CUDA card, got device {device}"
+    if device.type == "cuda":
+        unfused = norm.available("triton", device) or ""
+    fused = None if unfused else choose(c, device, dtype, B=B, T=T)
+    probe = split_heads(c, torch.empty(1, T, c.qkv_width, device=device, dtype=dtype))
+    table = torch.empty(T, c.head_dim, device=device, dtype=dtype) if c.positions == "relative" else None
 
-    def attention(impl: str) -> str | None:
-        if impl == "cuda":
-            return attention_missing(c, device, dtype, T) or unfused
-        return "the fused block has no such path" if impl == "torch" and fused else None
+    def attending(impl: str) -> str | None:
+        reason = attention.available(impl, *probe, table)
+        return reason or (unfused if impl not in PYTORCHS else None)
 
-    def mlp(impl: str) -> str | None:
+    def multiplying(impl: str) -> str | None:
         if impl == "cuda" and (c.width % 8 or c.hidden % 8):
             return f"needs widths that are multiples of 8, got {c.width} and {c.hidden}"
         return linear.unavailable(impl, device, dtype)
 
-    simple: list[tuple[str, Any]] = [
-        ("embedding", embedding),
-        ("norm, joined with the residual", norm),
-        ("GELU and bias, where not in a product", activation),
-        ("dropout, where not in another kernel", dropout),
-        ("cross-entropy", cross_entropy),
-        ("AdamW and global norm", optimizer),
-    ]
-    if not c.dropout:
-        simple = [(name, module) for name, module in simple if module is not dropout]
-    torch_model = "torch" if fused is None else None
+    def elsewhere(module: Any) -> Why:
+        return lambda impl: None if impl in PYTORCHS else module.available(impl, device) or unfused or None
+
+    default = "torch" if fused is None else None
     ops = [
-        pick(name, module.IMPLEMENTATIONS, partial(module.available, device=device), uses=torch_model)
-        for name, module in simple
+        pick(name, tuple(dict.fromkeys(("torch", *module.IMPLEMENTATIONS))), elsewhere(module), uses=default)
+        for name, module in _modules(model)
     ]
-    ops.insert(2, pick("attention", ATTENTION, attention, uses=fused.attention if fused else "torch"))
-    ops.insert(3, pick("MLP products with GELU", linear.IMPLEMENTATIONS, mlp, uses=fused.mlp if fused else "torch"))
-    return ops
+    mixing = pick("attention", attention.IMPLEMENTATIONS, attending, uses=fused.attention if fused else "torch")
+    products = pick("MLP products with GELU", linear.IMPLEMENTATIONS, multiplying, uses=fused.mlp if fused else "torch")
+    return [*ops[:2], mixing, products, *ops[2:]]
 
 
 def ptxas() -> str | None:
@@ -229,7 +254,7 @@ def doctor(preset: str = "hal-20m", *, precision: str | None = None) -> DoctorRe
         card=None if known is None else known.key,
         driver=reading,
         ceilings=None if measured is None else measured.date,
-        ops=tuple(choices_of(config.model, device, dtype, T)),
+        ops=tuple(choices_of(config.model, device, dtype, config.batch // config.accumulation, T)),
         sdpa=tuple(answers),
         findings=tuple(find(facts)),
     )
