@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.attention.reference import attention_reference, skew
+from ridgeline.ops.attention.short import backward_block
 from ridgeline.ops.dropout import DropoutState, quantise
 
 SOURCES = Path(__file__).parents[2] / "src/ridgeline/ops/attention/cuda"
@@ -158,6 +159,20 @@ class Problem:
 
 def error(x: Tensor, reference: Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize(("D", "blocks", "relative"), [(64, 4, 1), (64, 3, 1), (64, 2, 1), (32, 4, 1), (64, 4, 0)])
+def test_shared_memory_of_a_launch_is_that_of_the_kernel(D: int, blocks: int, relative: int, tmp_path: Path) -> None:
+    defines = {"HEAD_WIDTH": D, "ROW_BLOCKS": blocks, "RL_RELATIVE": relative, "RL_DROPOUT": 0}
+    source = """#include "schedule.cuh"
+    extern "C" int bytes() { return rl::BARRIERS_AT + 8 * rl::BARRIERS; }
+    extern "C" int threads() { return rl::THREADS; }
+    extern "C" void run() {}
+    """
+    library = compiled(tmp_path, source, defines)
+    threads, smem = backward_block(blocks, D, bool(relative))
+    assert (library.threads(), library.bytes()) == (threads, smem)
+    assert smem <= 227 * 1024
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

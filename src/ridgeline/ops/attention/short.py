@@ -185,11 +185,12 @@ def column_sum_rows(q_BTHD: Tensor) -> int:
     return 4 * min(_processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
 
 
-def _backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
+def backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
     """Threads and bytes of shared memory of a backward thread block: the sums of cuda/schedule.cuh."""
     tile, square = 128 * D, 64 * 128
     pairs = 5 if blocks == 4 and D == 64 else 2 * blocks
-    smem = (2 * pairs + 1) * tile + 2 * square + 8 * (2 * blocks + 18)
+    stages = 1 if relative and D == 64 and blocks > 2 else 2
+    smem = (2 * pairs + 1) * tile + 2 * stages * square + 8 * (2 * blocks + 2 * stages + 16)
     if relative:
         smem += blocks * tile + 2 * square + blocks * 256 * D + 512
     return (512 if relative else 384), smem
@@ -251,7 +252,7 @@ def backward(
         table, carry, column_sums, drop.seed_step, T, table_RD.shape[0] if table_RD is not None else 0, H, H // G,
         B * H, _pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
-    threads, smem = _backward_block(blocks, D, table_RD is not None)
+    threads, smem = backward_block(blocks, D, table_RD is not None)
     kernel.launch((grid,), threads, smem, arguments)
     reduce = cuda.load(_SOURCES / "reduce.cu", {"HEAD_WIDTH": D, "RL_FP16": defines["RL_FP16"]})
     if d_table_RD is not None:

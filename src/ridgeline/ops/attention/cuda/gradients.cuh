@@ -45,18 +45,19 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
     for (int n = 0; n < SQUARES; ++n) {
       const Square q = square_at(n);
       const int slot = q.j % OPEN_KEYS;
-      const u32 phase = (done * SQUARES + n) & 1;
+      const Stage stage(done * SQUARES + n);
       if (opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
-      barrier_wait(p.barrier(STAGE_FULL), phase);
+      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands(), queries = operands + queries_operand(q.i);
+      const u32 squares = operands + stage.index * units(SQUARE);
       wgmma_fence();
-      multiply_square_transposed(dv[slot], operands + units(P_AT), queries + SECOND, opens_keys(n));
-      multiply_square_transposed(dk[slot], operands + units(DS_AT), queries, opens_keys(n));
+      multiply_square_transposed(dv[slot], squares + units(P_AT), queries + SECOND, opens_keys(n));
+      multiply_square_transposed(dk[slot], squares + units(DS_AT), queries, opens_keys(n));
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(dv[slot]);
       wgmma_touch(dk[slot]);
-      arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
+      arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (q.i == q.j) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
     }
   }
@@ -106,12 +107,13 @@ RL_D void store_table_part(const Arguments& a, const Place& p) {
     }
 }
 // Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
-RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 phase) {
+RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 squares) {
   const Copies copies = copies_after(n);
   const int for_unit = copies.next_head ? unit + gridDim.x : unit;
   if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
-  barrier_wait(p.barrier(STAGE_EMPTY), phase);   // everybody is done with P and dS, and so `keys` with its tiles,
-  barrier_wait(p.barrier(QUERIES_DONE), phase);  // and `queries` also with the windows
+  const Stage stage(squares);
+  barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase);  // all are done with P and dS, so `keys` with its tiles,
+  barrier_wait(p.barrier(QUERIES_DONE), squares & 1);               // and `queries` also with the windows
   const Head head(a, for_unit);
   if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
   if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
@@ -132,19 +134,20 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       const Square q = square_at(n);
       if (RELATIVE && opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
       if (opens_keys(n)) barrier_wait(p.barrier(KEYS_FULL + q.j), done & 1);
-      barrier_wait(p.barrier(STAGE_FULL), squares & 1);
+      const Stage stage(squares);
+      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands();
       wgmma_fence();
-      multiply_square(dq, operands + units(DS_AT), operands + keys_operand(q.j), q.first);
+      multiply_square(dq, operands + units(DS_AT) + stage.index * units(SQUARE), operands + keys_operand(q.j), q.first);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(dq);
-      arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
+      arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
       if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
       if (p.lane == 0) {
         barrier_arrive(p.barrier(QUERIES_DONE));
-        if (p.warp == 0) copy_after(a, p, unit, n, squares & 1);
+        if (p.warp == 0) copy_after(a, p, unit, n, squares);
       }
       sync_warp();
       if (q.last && q.j > 0) {

@@ -39,10 +39,10 @@ RL_HD constexpr Square square_at(int n) {
   return {bits & 3, bits >> 2 & 3, (bits & 16) != 0, (bits & 32) != 0};
 }
 // Sets of squares as bits: first of their key block (the last one is always the diagonal), first and last of their query
-// block; and, 4 bits a square, the query block of the next visit, plus 8 where that is the next head's.
+// block; and, 4 bits a square, the query block of the next diagonal square, plus 8 where that is the next head's.
 struct Sets {
   u32 opens_keys, opens_queries, closes_queries;
-  u64 next_visit;
+  u64 next_diagonal;
 };
 RL_HD constexpr Sets make_sets() {
   Sets sets{0, 0, 0, 0};
@@ -53,10 +53,10 @@ RL_HD constexpr Sets make_sets() {
       keys = keys && (m >= n || square_at(m).j != square_at(n).j);
       queries = queries && (m >= n || square_at(m).i != square_at(n).i);
       close = close && (m <= n || square_at(m).i != square_at(n).i);
-      if (m > n && square_at(m).first) visit = square_at(m).i;
+      if (m > n && square_at(m).i == square_at(m).j) visit = square_at(m).i;
     }
     sets.opens_keys |= (keys ? 1u : 0u) << n, sets.opens_queries |= (queries ? 1u : 0u) << n;
-    sets.closes_queries |= (close ? 1u : 0u) << n, sets.next_visit |= visit << (4 * n);
+    sets.closes_queries |= (close ? 1u : 0u) << n, sets.next_diagonal |= visit << (4 * n);
   }
   return sets;
 }
@@ -88,9 +88,16 @@ RL_HD constexpr Copies copies_after(int n) {
 RL_HD constexpr bool queries_at_start(int i) { return !SPLIT || i >= 2; }
 RL_HD constexpr bool keys_at_start(int j) { return !SPLIT || j != 1; }
 
+// P and dS of a square wait in one of two stages, or in the only one where shared memory is full.
+constexpr int STAGES = RELATIVE && D == 64 && BLOCKS > 2 ? 1 : 2;
+struct Stage {
+  u32 index, phase;
+  RL_D explicit Stage(u32 squares) : index(STAGES == 2 ? squares & 1 : 0), phase(squares / STAGES & 1) {}
+};
+
 constexpr int WINDOWS_AT = 0;                                                    // of the table, window 0 first
 constexpr int PAIRS_AT = WINDOWS_AT + (RELATIVE ? BLOCKS * TILE : 0), O_AT = PAIRS_AT + PAIRS * PAIR;
-constexpr int P_AT = O_AT + TILE, DS_AT = P_AT + SQUARE, G_AT = DS_AT + SQUARE;  // G: gradient of a window of Q·Eᵀ
+constexpr int P_AT = O_AT + TILE, DS_AT = P_AT + STAGES * SQUARE, G_AT = DS_AT + STAGES * SQUARE;  // G: gradient of a window of Q·Eᵀ
 constexpr int R_AT = G_AT + (RELATIVE ? SQUARE : 0);                             // the relative scores of a square
 constexpr int DE_AT = R_AT + (RELATIVE ? SQUARE : 0), WINDOW_SUM = 64 * D * 4;   // dE in fp32, a window after the other
 constexpr int ROWS_AT = DE_AT + (RELATIVE ? BLOCKS * WINDOW_SUM : 0);            // log-sum-exp and delta of 64 rows
@@ -102,12 +109,13 @@ enum Barrier {
   R_FULL = O_FULL + 4,                // a warp's 16 rows of R, and lse and delta where a visit begins
   R_EMPTY = R_FULL + 4,
   TABLE_FULL = R_EMPTY + 4,
-  STAGE_FULL, STAGE_EMPTY,            // P and dS
-  G_FULL, G_EMPTY, QUERIES_DONE,      // `queries` with a square
+  STAGE_FULL,                         // P and dS
+  STAGE_EMPTY = STAGE_FULL + STAGES,
+  G_FULL = STAGE_EMPTY + STAGES, G_EMPTY, QUERIES_DONE,      // `queries` with a square
   BARRIERS
 };
 RL_HD constexpr int arrivals(int barrier) {  // one arrival a warp, or one copy
-  return barrier < STAGE_FULL ? 1 : barrier == STAGE_EMPTY ? (RELATIVE ? 12 : 8) : 4;
+  return barrier < STAGE_FULL ? 1 : barrier >= STAGE_EMPTY && barrier < G_FULL ? (RELATIVE ? 12 : 8) : 4;
 }
 constexpr int THREADS = RELATIVE ? 512 : 384;
 

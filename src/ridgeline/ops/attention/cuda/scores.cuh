@@ -9,8 +9,10 @@ struct Rows {  // what belongs to the two rows of a thread
   float lse[2], delta[2];
 };
 
-// ---- rows of a visit: the log-sum-exp comes from memory, delta = rowsum(dO ∘ O) is computed here
+// ---- rows of a visit: the log-sum-exp comes from memory, delta = rowsum(dO ∘ O) is computed here. Where the last query
+// block has a second visit, its rows are kept.
 struct Visits {
+  Rows kept;
   float next_lse[2];
   u32 count = 0;
   RL_D void start(const Arguments& a, const Place& p, int unit, int i) {
@@ -24,8 +26,9 @@ struct Visits {
 #pragma unroll
     for (int h = 0; h < 2; ++h) next_lse[h] = row + 8 * h < a.T ? a.lse[static_cast<i64>(unit) * a.T + row + 8 * h] : 0.f;
   }
-  // The rows of the visit that begins with square n of `unit`; starts the copy of the next visit's.
+  // The rows of the visit that begins with square n of `unit`; starts the copy of the next query block's.
   RL_D Rows take(const Arguments& a, const Place& p, int unit, int n) {
+    if (SPLIT && square_at(n).i != square_at(n).j) return kept;
     Rows rows;
     barrier_wait(p.barrier(O_FULL + p.warp), count++ & 1);
     const int place = p.lane & 3;
@@ -44,8 +47,9 @@ struct Visits {
       rows.delta[h] = sum * a.kept_inverse, rows.lse[h] = next_lse[h] * LOG2_E;
     }
     sync_warp();
-    const int visit = static_cast<int>(SETS.next_visit >> (4 * n)) & 15, next = visit & 8 ? unit + gridDim.x : unit;
+    const int visit = static_cast<int>(SETS.next_diagonal >> (4 * n)) & 15, next = visit & 8 ? unit + gridDim.x : unit;
     if (next < a.heads_in_all) start(a, p, next, visit & 3);
+    if (SPLIT && square_at(n).i == BLOCKS - 1) kept = rows;
     return rows;
   }
   static RL_D float dot_8(uint4 a, uint4 b) {
@@ -167,11 +171,12 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
         if (RELATIVE && more) arrive_for_warp(p.barrier(R_EMPTY + p.warp), p.lane);
       };
       if (AHEAD) begin_next();
-      barrier_wait(p.barrier(STAGE_EMPTY), ~squares & 1);
-      store_square(p.smem + P_AT, pairs_p, p.warp, p.lane);
-      store_square(p.smem + DS_AT, pairs_ds, p.warp, p.lane);
+      const Stage stage(squares);
+      barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase ^ 1);
+      store_square(p.smem + P_AT + stage.index * SQUARE, pairs_p, p.warp, p.lane);
+      store_square(p.smem + DS_AT + stage.index * SQUARE, pairs_ds, p.warp, p.lane);
       fence_async();
-      arrive_for_warp(p.barrier(STAGE_FULL), p.lane);
+      arrive_for_warp(p.barrier(STAGE_FULL + stage.index), p.lane);
       if (!AHEAD) begin_next();
     }
   }
@@ -197,15 +202,16 @@ struct WayBack {  // from dS to the gradients of windows
   u32 first = 0, squares = 0, windows = 0;
   RL_D void run(const Place& p, Square q, const Shift& to_right) {
     u32 pairs[16];
-    barrier_wait(p.barrier(STAGE_FULL), squares++ & 1);
+    const Stage stage(squares++);
+    barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
       u32 m[4];
-      load_matrices(m, p.smem + DS_AT + swizzle128(16 * p.warp + (p.lane & 15), 2 * b + (p.lane >> 4)));
+      load_matrices(m, p.smem + DS_AT + stage.index * SQUARE + swizzle128(16 * p.warp + (p.lane & 15), 2 * b + (p.lane >> 4)));
 #pragma unroll
       for (int x = 0; x < 4; ++x) pairs[4 * b + x] = m[x];
     }
-    arrive_for_warp(p.barrier(STAGE_EMPTY), p.lane);
+    arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
     if (q.first) keys.clear(), first = 0;
     take_keys(keys, first, pairs, to_right);
     if (q.i != q.j) send_window_gradient(keys, p, to_right, windows++);
