@@ -10,7 +10,7 @@ from ridgeline.models.config import PolicyConfig
 from ridgeline.ops import heads as sequential
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.inputs import InputColumns, input_layer
-from ridgeline.ops.policy_heads import HeadWeights, policy_heads
+from ridgeline.ops.policy_heads import HeadWeights, policy_heads, unsupported
 
 if TYPE_CHECKING:
     from ridgeline.models.policy import ControllerPolicy
@@ -34,7 +34,8 @@ def policy_losses(
 ) -> dict[str, Tensor]:
     """The losses of `ControllerPolicy.losses`, by fused kernels.
 
-    Heads that hear logits run as one product and a kernel a head; those that hear classes, padded, one after the other.
+    Heads that hear logits run as one product and a kernel a head (`policy_heads`); those that hear classes, or are of
+    sizes which that does not take, padded and one after the other (`heads_losses`).
     """
     config = model.config
     x_NC = input_layer(
@@ -46,7 +47,8 @@ def policy_losses(
     state_NC = model.decoder(x_NC.view(*batch["targets"].shape[:2], -1), dropout).flatten(0, 1)
     heads = [HeadWeights(*model.heads[head.name].parameters()) for head in config.heads]  # in the order of the fields
     targets_NK = batch["targets"].flatten(0, 1)
-    if config.conditioning == "logits":
+    classes = [head.classes for head in config.heads]
+    if config.conditioning == "logits" and unsupported(config.decoder.width, classes) is None:
         losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl="triton")
     else:
         losses_K = sequential.heads_losses(
