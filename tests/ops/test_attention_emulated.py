@@ -69,6 +69,7 @@ class Case:
     grid: int = 2
     seed: int = 0
     late: bool = False
+    in_block: bool = False  # gradients of shared keys summed within a thread block
 
     @property
     def defines(self) -> dict[str, int]:
@@ -86,6 +87,7 @@ CASES = [
     Case(T=100, H=4, G=2, D=64, rows=0, p=0.0, seed=3, late=True),
     Case(T=37, H=3, G=3, D=32, rows=64, p=0.3, grid=1, seed=4),
     Case(T=256, H=4, G=1, D=32, rows=0, p=0.0, grid=3, seed=5),
+    Case(T=150, H=4, G=2, D=32, rows=0, p=0.1, B=2, grid=2, seed=6, late=True, in_block=True),
 ]
 
 
@@ -163,7 +165,7 @@ def error(x: Tensor, reference: Tensor) -> float:
 
 @pytest.mark.parametrize(("D", "blocks", "relative"), [(64, 4, 1), (64, 3, 1), (64, 2, 1), (32, 4, 1), (64, 4, 0)])
 def test_shared_memory_of_a_launch_is_that_of_the_kernel(D: int, blocks: int, relative: int, tmp_path: Path) -> None:
-    defines = {"HEAD_WIDTH": D, "ROW_BLOCKS": blocks, "RL_RELATIVE": relative, "RL_DROPOUT": 0}
+    defines = {"HEAD_WIDTH": D, "ROW_BLOCKS": blocks, "RL_RELATIVE": relative, "RL_DROPOUT": 0, "RL_GROUPED": 0}
     source = """#include "schedule.cuh"
     extern "C" int bytes() { return rl::BARRIERS_AT + 8 * rl::BARRIERS; }
     extern "C" int threads() { return rl::THREADS; }
@@ -200,7 +202,8 @@ def test_forward(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_backward(case: Case, tmp_path: Path) -> None:
     x = Problem(case)
-    library = compiled(tmp_path, BACKWARD, case.defines | {"RL_GROUPED": int(case.G < case.H), "RL_COLUMN_SUMS": 1})
+    grouping = 0 if case.G == case.H else 2 if case.in_block else 1
+    library = compiled(tmp_path, BACKWARD, case.defines | {"RL_GROUPED": grouping, "RL_COLUMN_SUMS": 1})
     B, T, H, G, D, width = case.B, case.T, case.H, case.G, case.D, (case.H + 2 * case.G) * case.D
     dq, dk, dv = heads(unwritten(B, T, width, dtype=torch.bfloat16), case)
     dk_heads, dv_heads = unwritten(B, H, T, D), unwritten(B, H, T, D)
@@ -219,7 +222,7 @@ def test_backward(case: Case, tmp_path: Path) -> None:
         ctypes.c_float(x.scale), ctypes.c_float(x.kept), x.threshold, case.grid, case.seed, case.late,
     )  # fmt: skip
     assert fault is None
-    if G < H:
+    if grouping == 1:
         dk, dv = (y.view(B, G, H // G, T, D).sum(2).transpose(1, 2) for y in (dk_heads, dv_heads))
     assert error(dq, x.gradients[0]) < 5e-3
     assert error(dk, x.gradients[1]) < 5e-3

@@ -165,13 +165,25 @@ class _Workspace:
         return self.table + self.carry + 2 * self.heads
 
 
+def _grouping(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
+    """How gradients of shared keys are summed: 0 not shared, 1 by a second kernel, 2 within a thread block.
+
+    Within a block takes all key blocks' sums in registers, and enough groups to keep every multiprocessor busy.
+    """
+    B, T, H, D = q_BTHD.shape
+    G = k_BTGD.shape[2]
+    if G == H:
+        return 0
+    return 2 if (D == 32 or T <= 128) and 3 * _processors(q_BTHD.device) <= B * G else 1
+
+
 def _workspace(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> _Workspace:
     B, T, H, D = q_BTHD.shape
     grid, rows = min(_processors(q_BTHD.device), B * H), -(-T // 64) * 64
     return _Workspace(
         table=grid * rows * D if table_RD is not None else 0,
         carry=grid * 64 * D,
-        heads=B * T * H * D if k_BTGD.shape[2] < H else 0,
+        heads=B * T * H * D if _grouping(q_BTHD, k_BTGD) == 1 else 0,
     )
 
 
@@ -228,7 +240,7 @@ def backward(
     """
     B, T, H, D = q_BTHD.shape
     G = k_BTGD.shape[2]
-    grouped = G < H
+    grouping = _grouping(q_BTHD, k_BTGD)
     parts = _workspace(q_BTHD, k_BTGD, table_RD)
     if workspace.numel() < parts.total or workspace.dtype != torch.float32:
         raise UnsupportedError(f"workspace must have {parts.total} fp32 elements, got {workspace.numel()}")
@@ -236,7 +248,7 @@ def backward(
         (parts.table, parts.carry, parts.heads, parts.heads)
     )
     defines = _defines(q_BTHD, table_RD, drop) | {
-        "RL_GROUPED": int(grouped),
+        "RL_GROUPED": grouping,
         "RL_COLUMN_SUMS": int(column_sums is not None),
     }
     blocks = defines["ROW_BLOCKS"]
@@ -259,7 +271,7 @@ def backward(
         reduce.kernel("table_gradient", "PPiii").launch(
             (d_table_RD.shape[0],), 256, 0, (table, d_table_RD, grid, 64 * blocks, T)
         )
-    if grouped:
+    if grouping == 1:
         total = B * T * G * D // 4
         reduce.kernel("group_gradients", "PPPPiiiii").launch(
             (-(-total // 256), 2), 256, 0, (dk_heads, dv_heads, dk_BTGD, dv_BTGD, total, T, G, H // G, kv_pitch)

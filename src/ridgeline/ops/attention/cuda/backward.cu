@@ -37,8 +37,8 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
   for (int x = threadIdx.x; x < width; x += THREADS) column_sums[static_cast<i64>(blockIdx.x) * width + x] = 0.f;
 #endif
   sync_block();
-  if (threadIdx.x == 0 && static_cast<int>(blockIdx.x) < heads_in_all) {
-    const Head head(a, blockIdx.x);
+  if (threadIdx.x == 0 && a.first_unit() < heads_in_all) {
+    const Head head(a, a.first_unit());
     for (int n = 0; n < SQUARES; ++n) {
       const Square s = square_at(n);
       if (opens_queries(n) && queries_at_start(s.i)) load_queries(a, p, head, s.i);

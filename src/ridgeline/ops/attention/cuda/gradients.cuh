@@ -18,7 +18,7 @@ RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, f
   add_column_sums(column_sums(a, p, a.heads + group), dk, scale, p.lane);
   add_column_sums(column_sums(a, p, a.heads + groups + group), dv, kept, p.lane);
 #endif
-#if RL_GROUPED  // one gradient for each query head; a second kernel sums them
+#if RL_GROUPED == 1  // a second kernel sums them
   const i64 at = (static_cast<i64>(head.unit) * a.T + row) * D + 2 * (p.lane & 3);
   const int r = p.lane >> 2;
 #pragma unroll
@@ -31,7 +31,7 @@ RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, f
         store_global_8(a.dv_heads + here, as_bits(dv[4 * n + 2 * h] * kept), as_bits(dv[4 * n + 2 * h + 1] * kept));
       }
 #else
-  const i64 at = (static_cast<i64>(head.batch) * a.T + row) * a.kv_pitch + head.index * D;
+  const i64 at = (static_cast<i64>(head.batch) * a.T + row) * a.kv_pitch + head.index / a.heads_per_group * D;
   store_rows(a.dk + at, a.kv_pitch, dk, scale, scale, rows, p.lane);
   store_rows(a.dv + at, a.kv_pitch, dv, kept, kept, rows, p.lane);
 #endif
@@ -40,10 +40,11 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
   float dk[OPEN_KEYS][D / 2], dv[OPEN_KEYS][D / 2];
   u32 done = 0;
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < a.heads_in_all; unit += gridDim.x, ++done) {
+  for (int unit = a.first_unit(); unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
 #pragma unroll
     for (int n = 0; n < SQUARES; ++n) {
       const Square q = square_at(n);
+      const bool fresh = opens_keys(n) && a.opens_group(unit);
       const int slot = q.j % OPEN_KEYS;
       const Stage stage(done * SQUARES + n);
       if (opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
@@ -51,14 +52,14 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
       const u32 operands = p.operands(), queries = operands + queries_operand(q.i);
       const u32 squares = operands + stage.index * units(SQUARE);
       wgmma_fence();
-      multiply_square_transposed(dv[slot], squares + units(P_AT), queries + SECOND, opens_keys(n));
-      multiply_square_transposed(dk[slot], squares + units(DS_AT), queries, opens_keys(n));
+      multiply_square_transposed(dv[slot], squares + units(P_AT), queries + SECOND, fresh);
+      multiply_square_transposed(dk[slot], squares + units(DS_AT), queries, fresh);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(dv[slot]);
       wgmma_touch(dk[slot]);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
-      if (q.i == q.j) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
+      if (q.i == q.j && a.closes_group(unit)) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
     }
   }
 }
@@ -109,7 +110,7 @@ RL_D void store_table_part(const Arguments& a, const Place& p) {
 // Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
 RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 squares) {
   const Copies copies = copies_after(n);
-  const int for_unit = copies.next_head ? unit + gridDim.x : unit;
+  const int for_unit = copies.next_head ? a.next_unit(unit) : unit;
   if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
   const Stage stage(squares);
   barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase);  // all are done with P and dS, so `keys` with its tiles,
@@ -128,7 +129,7 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
     barrier_wait(p.barrier(TABLE_FULL), 0);
   }
 #pragma unroll 1
-  for (int unit = blockIdx.x; unit < a.heads_in_all; unit += gridDim.x, ++done) {
+  for (int unit = a.first_unit(); unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
 #pragma unroll 1
     for (int n = 0; n < SQUARES; ++n, ++squares) {
       const Square q = square_at(n);

@@ -119,6 +119,11 @@ RL_HD constexpr int arrivals(int barrier) {  // one arrival a warp, or one copy
 }
 constexpr int THREADS = RELATIVE ? 512 : 384;
 
+// Query heads that share keys: 0 none; 1 any, dK and dV are left by query head; 2 a thread block takes the heads of a group
+// one after the other and sums them itself.
+constexpr int GROUPED = RL_GROUPED;
+static_assert(GROUPED != 2 || OPEN_KEYS >= BLOCKS, "sums over a group need all key blocks open");
+
 struct Arguments {
   const TensorMap *q, *k, *v, *o, *d_o, *table;
   const float* lse;
@@ -129,6 +134,15 @@ struct Arguments {
   int T, heads, heads_per_group, heads_in_all, q_pitch, kv_pitch;
   float scale, kept, kept_inverse, gradient_scale;  // kept: what a kept probability is multiplied by; scale · kept
   u32 site, stream, threshold;
+
+  // The units, one head of one sample each, that this thread block takes.
+  RL_D int first_unit() const { return blockIdx.x * (GROUPED == 2 ? heads_per_group : 1); }
+  RL_D int next_unit(int unit) const {
+    if (GROUPED != 2) return unit + gridDim.x;
+    return closes_group(unit) ? unit + 1 + (gridDim.x - 1) * heads_per_group : unit + 1;
+  }
+  RL_D bool opens_group(int unit) const { return GROUPED != 2 || unit % heads_per_group == 0; }
+  RL_D bool closes_group(int unit) const { return GROUPED != 2 || unit % heads_per_group == heads_per_group - 1; }
 };
 struct Head {
   int unit, batch, index;

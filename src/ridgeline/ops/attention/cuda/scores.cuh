@@ -47,7 +47,7 @@ struct Visits {
       rows.delta[h] = sum * a.kept_inverse, rows.lse[h] = next_lse[h] * LOG2_E;
     }
     sync_warp();
-    const int visit = static_cast<int>(SETS.next_diagonal >> (4 * n)) & 15, next = visit & 8 ? unit + gridDim.x : unit;
+    const int visit = static_cast<int>(SETS.next_diagonal >> (4 * n)) & 15, next = visit & 8 ? a.next_unit(unit) : unit;
     if (next < a.heads_in_all) start(a, p, next, visit & 3);
     if (SPLIT && square_at(n).i == BLOCKS - 1) kept = rows;
     return rows;
@@ -120,7 +120,7 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
   ScoresStart start;
   Visits visits;
   u32 done = 0, squares = 0;
-  int unit = blockIdx.x;
+  int unit = a.first_unit();
   if (unit >= a.heads_in_all) return;
   const auto read_rows = [&] {
 #pragma unroll
@@ -139,13 +139,13 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
   start.run(s, dp, p, square_at(0));
   if (RELATIVE) arrive_for_warp(p.barrier(R_EMPTY + p.warp), p.lane);
 #pragma unroll 1
-  for (; unit < a.heads_in_all; unit += gridDim.x, ++done) {
+  for (; unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
     if (DROPOUT) keys = dropout_stream(site, a.stream + unit);
 #pragma unroll 1
     for (int n = 0; n < SQUARES; ++n, ++squares) {
       const Square q = square_at(n);
       const int next = n + 1 < SQUARES ? n + 1 : 0;
-      const bool more = n + 1 < SQUARES || unit + gridDim.x < a.heads_in_all;
+      const bool more = n + 1 < SQUARES || a.next_unit(unit) < a.heads_in_all;
       if (q.first) {
         if (RELATIVE) rows = next_rows; else rows = visits.take(a, p, unit, n);
       }
@@ -230,7 +230,7 @@ RL_D void run_relative(const Arguments& a, const Place& p) {
   WayBack back;
   Visits visits;
   u32 squares = 0, done = 0;
-  int unit = blockIdx.x;
+  int unit = a.first_unit();
   if (unit >= a.heads_in_all) return;
   windows.clear(), back.keys.clear();
   visits.start(a, p, unit, square_at(0).i);
@@ -238,7 +238,7 @@ RL_D void run_relative(const Arguments& a, const Place& p) {
   barrier_wait(p.barrier(QUERIES_FULL + square_at(0).i), 0);
   start_window(r, p.operands(), square_at(0).i, 0);
 #pragma unroll 1
-  for (; unit < a.heads_in_all; unit += gridDim.x, ++done) {
+  for (; unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
 #pragma unroll 1
     for (int n = 0; n < SQUARES; ++n, ++squares) {
       const Square q = square_at(n);
@@ -257,7 +257,7 @@ RL_D void run_relative(const Arguments& a, const Place& p) {
           store_shared_8(p.smem + ROWS_AT + 8 * (16 * p.warp + (p.lane >> 2) + 8 * h), as_bits(rows.lse[h]), as_bits(rows.delta[h]));
       arrive_for_warp(p.barrier(R_FULL + p.warp), p.lane);
       const int next = n + 1 < SQUARES ? n + 1 : 0;
-      const bool more = n + 1 < SQUARES || unit + gridDim.x < a.heads_in_all;
+      const bool more = n + 1 < SQUARES || a.next_unit(unit) < a.heads_in_all;
       const auto begin_next = [&] {
         if (more && opens_queries(next)) barrier_wait(p.barrier(QUERIES_FULL + square_at(next).i), n + 1 < SQUARES ? done & 1 : ~done & 1);
         const Square to = square_at(next);
