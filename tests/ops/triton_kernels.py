@@ -246,9 +246,22 @@ def planted_cases() -> dict[str, Case]:
     }
 
 
+def attention_cases() -> dict[str, Case]:
+    from triton_attention_kernels import attention_launches
+
+    return {name: Case(kernel, pointers(text), *more) for name, (kernel, text, *more) in attention_launches().items()}
+
+
 def all_cases() -> dict[str, Case]:
     """Every launch by name."""
-    return norm_cases() | activation_cases() | cross_entropy_cases() | embedding_cases() | optimizer_cases()
+    return (
+        norm_cases()
+        | activation_cases()
+        | cross_entropy_cases()
+        | embedding_cases()
+        | optimizer_cases()
+        | attention_cases()
+    )
 
 
 def measure(name: str, case: Case, architecture: int) -> dict[str, Any]:
