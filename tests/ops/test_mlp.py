@@ -168,9 +168,9 @@ def test_kernels_compile_within_their_means(part: kernels.Part, width: int, conf
 
 
 @pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize("width", [128, 256])
-def test_weight_gradients_compile_without_spills(width: int) -> None:
-    macros = weights.macros(width, torch.bfloat16)
+@pytest.mark.parametrize(("width", "share"), [(128, 1), (256, 1), (256, 2)])
+def test_weight_gradients_compile_without_spills(width: int, share: int) -> None:
+    macros = weights.macros(width, share, torch.bfloat16)
     assert weights.smem(macros["STAGES"]) <= kernels.SMEM_LIMIT
     cubin = cuda.build(kernels.FOLDER / "weights.cu", macros)
     for usage in cubin.resources().values():

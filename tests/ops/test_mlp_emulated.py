@@ -302,11 +302,11 @@ LAYERS = [(136, 128, True), (256, 256, False), (72, 136, True)]  # rows, columns
 WEIGHTS = """#include "weights.cu"
 using namespace rl;
 extern "C" const char* parts(const TensorMap* m, const int* schedule, int longest, float* parts, float* sums, int grid,
-                             int seed, int late) {
+                             int seed, int late, int cluster) {
   auto kernel = [=] {
     weight_parts(m[0], m[1], m[2], m[3], m[4], m[5], m[0], m[1], (const int4*)schedule, longest, (float4*)parts, sums);
   };
-  return emulation::launch(grid, 384, seed, late, kernel);
+  return emulation::launch(grid, 384, seed, late, kernel, cluster);
 }
 extern "C" const char* totals(const int* tiles, const float* parts, const float* sums, float* const* w, float* const* b,
                               const int* n, int accumulate, int grid) {
@@ -319,14 +319,16 @@ extern "C" const char* totals(const int* tiles, const float* parts, const float*
 """
 
 
-@pytest.mark.parametrize(("width", "late", "accumulate"), [(256, False, False), (128, True, True)])
-def test_weight_gradients(width: int, late: bool, accumulate: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "share", "late", "accumulate"), [(256, 1, False, False), (128, 1, True, True), (256, 2, True, False)]
+)
+def test_weight_gradients(width: int, share: int, late: bool, accumulate: bool, tmp_path: Path) -> None:
     torch.manual_seed(width)
     N, programs = 300, 5
     dy = [normal(N, rows) for rows, _, _ in LAYERS]
     x = [normal(N, columns) for _, columns, _ in LAYERS]
     blocks = -(-N // weights.BLOCK_TOKENS)
-    work, tiles, slots = weights.divide(LAYERS, blocks, width, programs)
+    work, tiles, slots = weights.divide(LAYERS, blocks, width, share, programs)
     longest = max(len(mine) for mine in work) + 1
     schedule = torch.tensor([[*mine, *[(0,) * 8] * (longest - len(mine))] for mine in work], dtype=torch.int32)
     tile_table = torch.tensor(tiles, dtype=torch.int32)
@@ -334,14 +336,14 @@ def test_weight_gradients(width: int, late: bool, accumulate: bool, tmp_path: Pa
     start = torch.randn if accumulate else lambda *shape: unwritten(*shape, dtype=torch.float32)
     dw, db = [start(rows, columns) for rows, columns, _ in LAYERS], [start(rows) for rows, _, _ in LAYERS]
     before = [x.clone() for x in (*dw, *db)]
-    library = compiled(tmp_path, WEIGHTS, weights.macros(width, torch.bfloat16))
+    library = compiled(tmp_path, WEIGHTS, weights.macros(width, share, torch.bfloat16))
     library.parts.restype = library.totals.restype = ctypes.c_char_p
     maps = (Map * 6)(*[rows_map(t, 64) for pair in zip(dy, x, strict=True) for t in pair])
     pointer = lambda t: ctypes.c_void_p(t.data_ptr())  # noqa: E731
     pointers = lambda ts: (ctypes.c_void_p * len(ts))(*[t.data_ptr() for t in ts])  # noqa: E731
-    assert (
-        library.parts(maps, pointer(schedule), longest, pointer(parts), pointer(sums), len(work), 5, int(late)) is None
-    )
+    grid = share * len(work)
+    outputs = pointer(parts), pointer(sums)
+    assert library.parts(maps, pointer(schedule), longest, *outputs, grid, 5, int(late), share) is None
     numbers = (ctypes.c_int * 6)(*[rows for rows, _, _ in LAYERS], *[columns for _, columns, _ in LAYERS])
     assert (
         library.totals(
@@ -359,15 +361,18 @@ def test_weight_gradients(width: int, late: bool, accumulate: bool, tmp_path: Pa
             assert torch.equal(db[i], before[3 + i]) or before[3 + i].isnan().all()
 
 
-@pytest.mark.parametrize("programs", [1, 7, 132])
-def test_weight_units_are_divided_once(programs: int) -> None:
-    work, tiles, slots = weights.divide([(768, 256, True), (256, 1024, False)], 128, 256, programs)
+@pytest.mark.parametrize(("programs", "share"), [(1, 1), (7, 2), (132, 1)])
+def test_weight_units_are_divided_once(programs: int, share: int) -> None:
+    work, tiles, slots = weights.divide([(768, 256, True), (256, 1024, False)], 128, 256, share, programs)
     seen = [(*s[:3], block) for mine in work for s in mine for block in range(s[4], s[4] + s[5])]
-    assert len(seen) == len(set(seen)) == len(tiles) * 128 == (6 + 8) * 128
+    assert len(seen) == len(set(seen)) == (6 + 8) * 128 // share
     loads = [sum(s[5] for s in mine) for mine in work]
     assert max(loads) - min(loads) <= 1
-    assert sorted(s[3] for mine in work for s in mine) == list(range(slots))
-    by_slot = {s[3]: s[:3] for mine in work for s in mine}
+    written = {
+        s[3] * share + half: (s[0], s[1] + 128 * half, s[2]) for mine in work for s in mine for half in range(share)
+    }
+    assert sorted(written) == list(range(slots))
+    read = [tile[3] + tile[6] * slot for tile in tiles for slot in range(tile[4])]
+    assert sorted(read) == list(range(slots))
     for tile in tiles:
-        assert all(by_slot[slot] == tile[:3] for slot in range(tile[3], tile[3] + tile[4]))
-    assert sum(tile[4] for tile in tiles) == slots
+        assert all(written[tile[3] + tile[6] * slot] == tile[:3] for slot in range(tile[4]))

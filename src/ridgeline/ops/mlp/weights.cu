@@ -3,7 +3,8 @@
 // weight_parts: every block takes an equal share of the (tile of 128 × WIDTH, 64 tokens) units of all layers, in segments
 // that each belong to one tile, and leaves a segment's fp32 sums. weight_totals adds a tile's segments in a fixed order.
 //
-// Macros: WIDTH (128 or 256: a tile's columns), STAGES (a multiple of the slots of 64 tokens), SPLIT 1, SHARE 1.
+// Macros: WIDTH (128 or 256: a tile's columns), STAGES (a multiple of the slots of 64 tokens), SPLIT 1, SHARE: 2 lets a
+// pair of blocks work on 256 rows together, so that X comes from memory once for both.
 #include "tile.cuh"
 
 using namespace rl;
@@ -34,7 +35,11 @@ RL_D void produce(const Layers& layers, const int4* schedule, u32 smem, Barriers
     for (int i = 1; i < 4; ++i)
       if (s.layer == i) dy = layers.dy[i], x = layers.x[i];
     for (int k = s.first; k < s.first + s.count; ++k) {
-      fetch_columns(ring, dy, 64 * k, s.row, me);
+      ring.begin();
+      for (int panel = 0; panel < 2; ++panel)
+        copy_2d(ring.address() + panel * SLOT_BYTES / 2, dy, s.row + TILE_ROWS * me.share + 64 * panel, 64 * k,
+                ring.bar.full(ring.slot));
+      ring.advance();
       for (int half = 0; half < HALVES; ++half) fetch_columns(ring, x, 64 * k, s.column + 128 * half, me);
     }
   }
@@ -81,7 +86,7 @@ RL_D void consume(const int4* schedule, float4* parts, float* sums, u32 smem, Ba
     wgmma_touch(acc);
 #pragma unroll
     for (int i = 1; i <= SLOTS; ++i) release(ring, i, me);
-    float4* out = parts + (static_cast<i64>(s.slot) * 2 + me.group) * VECTORS * 128 + me.thread();
+    float4* out = parts + (static_cast<i64>(s.slot * SHARE + me.share) * 2 + me.group) * VECTORS * 128 + me.thread();
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) out[128 * i] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
     if (s.sums) {
@@ -92,7 +97,7 @@ RL_D void consume(const int4* schedule, float4* parts, float* sums, u32 smem, Ba
         float sum = 0.f;
 #pragma unroll
         for (int warp = 0; warp < 4; ++warp) sum += load_shared(area + (64 * warp + me.thread()) * 4);
-        sums[s.slot * 128 + 64 * me.group + me.thread()] = sum;
+        sums[(s.slot * SHARE + me.share) * 128 + 64 * me.group + me.thread()] = sum;
       }
       named_barrier<128>(1 + me.group);
     }
@@ -100,6 +105,7 @@ RL_D void consume(const int4* schedule, float4* parts, float* sums, u32 smem, Ba
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    CLUSTER_DIMENSIONS
     weight_parts(const __grid_constant__ TensorMap dy_0, const __grid_constant__ TensorMap x_0,
                  const __grid_constant__ TensorMap dy_1, const __grid_constant__ TensorMap x_1,
                  const __grid_constant__ TensorMap dy_2, const __grid_constant__ TensorMap x_2,
@@ -112,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   wait_for_previous();
   let_next_start();
   tile_sync();
-  schedule += static_cast<i64>(blockIdx.x) * longest * 2;
+  schedule += static_cast<i64>(blockIdx.x / SHARE) * longest * 2;
   if (me.group < 0) {
     registers_down<40>();
     const Layers layers{{&dy_0, &dy_1, &dy_2, &dy_3}, {&x_0, &x_1, &x_2, &x_3}};
@@ -121,6 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     registers_up<232>();
     consume(schedule, parts, sums, smem, bar, me);
   }
+  tile_sync();  // the partner may still arrive here
 }
 
 struct Target {  // of one layer
@@ -136,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(256)
   constexpr int MINE = VECTORS / 8;
   wait_for_previous();
   let_next_start();
-  const int4 a = tiles[blockIdx.x / 8 * 2], b = tiles[blockIdx.x / 8 * 2 + 1];  // layer, row, column, first slot; slots, sums
+  const int4 a = tiles[blockIdx.x / 8 * 2], b = tiles[blockIdx.x / 8 * 2 + 1];  // layer, row, column, first slot; slots, sums, step
   Target t{w_0, b_0, rows_0, columns_0};
   if (a.x == 1) t = {w_1, b_1, rows_1, columns_1};
   if (a.x == 2) t = {w_2, b_2, rows_2, columns_2};
@@ -144,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const int thread = threadIdx.x % 128, group = threadIdx.x / 128, part = blockIdx.x % 8;
   float total[MINE][4] = {};
   for (int slot = 0; slot < b.x; ++slot) {
-    const float4* from = parts + ((static_cast<i64>(a.w) + slot) * 2 + group) * VECTORS * 128 + thread;
+    const float4* from = parts + ((static_cast<i64>(a.w) + slot * b.z) * 2 + group) * VECTORS * 128 + thread;
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const float4 v = from[128 * (part * MINE + i)];
@@ -165,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
   if (b.y && part == 0 && threadIdx.x < 128 && a.y + threadIdx.x < t.rows) {
     float sum = accumulate ? t.bias[a.y + threadIdx.x] : 0.f;
-    for (int slot = 0; slot < b.x; ++slot) sum += sums[(a.w + slot) * 128 + threadIdx.x];
+    for (int slot = 0; slot < b.x; ++slot) sum += sums[(a.w + slot * b.z) * 128 + threadIdx.x];
     t.bias[a.y + threadIdx.x] = sum;
   }
 }

@@ -17,7 +17,7 @@ BLOCK_TOKENS = 64
 MAX_STAGES = 12
 
 Segment = tuple[int, int, int, int, int, int, int, int]  # layer, row, column, slot, first block, blocks, sums?, 0
-Tile = tuple[int, int, int, int, int, int, int, int]  # layer, row, column, first slot, slots, sums?, 0, 0
+Tile = tuple[int, int, int, int, int, int, int, int]  # layer, row, column, first slot, slots, sums?, slot step, 0
 
 
 class Layer(NamedTuple):
@@ -35,21 +35,22 @@ class Layer(NamedTuple):
 
 
 def divide(
-    shapes: Sequence[tuple[int, int, bool]], blocks: int, width: int, programs: int
+    shapes: Sequence[tuple[int, int, bool]], blocks: int, width: int, share: int, programs: int
 ) -> tuple[list[list[Segment]], list[Tile], int]:
     """Divide the units (tile, block of tokens) of all layers evenly among programs.
 
     Args:
         shapes: rows, columns and whether there is a bias, of each layer's weight.
-        blocks: blocks of tokens. `width`: columns of a tile. `programs`: thread blocks.
+        blocks: blocks of tokens. `width`: columns of a tile. `share`: row tiles that a program works on together.
+        programs: thread blocks, or pairs of them.
 
     Returns:
-        Each program's segments, the tiles, and the number of slots of partial sums.
+        Each program's segments, the row tiles, and the number of slots of partial sums.
     """
     places = [
         (layer, row, column, int(bias and column == 0))
         for layer, (rows, columns, bias) in enumerate(shapes)
-        for row in range(0, rows, TILE_ROWS)
+        for row in range(0, rows, TILE_ROWS * share)
         for column in range(0, columns, width)
     ]
     total = len(places) * blocks
@@ -72,9 +73,10 @@ def divide(
     tiles: list[Tile] = []
     first_slot = 0
     for (layer, row, column, sums), count in zip(places, slots, strict=True):
-        tiles.append((layer, row, column, first_slot, count, sums, 0, 0))
+        for half in range(share):
+            tiles.append((layer, row + half * TILE_ROWS, column, first_slot * share + half, count, sums, share, 0))
         first_slot += count
-    return work, tiles, slot
+    return work, tiles, slot * share
 
 
 class Plan(NamedTuple):
@@ -88,13 +90,13 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _plan(shapes: tuple[tuple[int, int, bool], ...], blocks: int, width: int, device: torch.device) -> Plan:
-    programs = torch.cuda.get_device_properties(device).multi_processor_count
-    work, tiles, slots = divide(shapes, blocks, width, programs)
+def _plan(shapes: tuple[tuple[int, int, bool], ...], blocks: int, width: int, share: int, device: torch.device) -> Plan:
+    programs = torch.cuda.get_device_properties(device).multi_processor_count // share
+    work, tiles, slots = divide(shapes, blocks, width, share, programs)
     longest = max(len(mine) for mine in work) + 1
     table = [[*mine, *[(0,) * 8] * (longest - len(mine))] for mine in work]
     tensor = functools.partial(torch.tensor, dtype=torch.int32, device=device)
-    return Plan(tensor(table), longest, len(work), tensor(tiles), slots)
+    return Plan(tensor(table), longest, len(work) * share, tensor(tiles), slots)
 
 
 def tile_width(layers: Sequence[Layer]) -> int:
@@ -102,10 +104,15 @@ def tile_width(layers: Sequence[Layer]) -> int:
     return 256 if all(layer.x_NK.shape[1] % 256 == 0 for layer in layers) else 128
 
 
-def macros(width: int, dtype: torch.dtype) -> dict[str, int]:
+def row_share(layers: Sequence[Layer]) -> int:
+    """Row tiles that a pair of blocks takes together: 2 where no layer's rows would leave one of them empty."""
+    return 2 if all(layer.dy_NM.shape[1] % (2 * TILE_ROWS) == 0 for layer in layers) else 1
+
+
+def macros(width: int, share: int, dtype: torch.dtype) -> dict[str, int]:
     """What compiles the kernels."""
     stages = MAX_STAGES // (1 + width // 128) * (1 + width // 128)
-    return {"WIDTH": width, "SPLIT": 1, "SHARE": 1, "STAGES": stages, "RL_FP16": int(dtype == torch.float16)}
+    return {"WIDTH": width, "SPLIT": 1, "SHARE": share, "STAGES": stages, "RL_FP16": int(dtype == torch.float16)}
 
 
 def smem(stages: int) -> int:
@@ -113,20 +120,25 @@ def smem(stages: int) -> int:
     return stages * SLOT + 2 * 4 * 64 * 4 + 512
 
 
-def plan_of(layers: Sequence[Layer]) -> Plan:
+def plan_of(layers: Sequence[Layer], share: int | None = None) -> Plan:
     """The division of these layers on their device; kept."""
     shapes = tuple((x.dy_NM.shape[1], x.x_NK.shape[1], x.dbias_M is not None) for x in layers)
     blocks = -(-layers[0].dy_NM.shape[0] // BLOCK_TOKENS)
-    return _plan(shapes, blocks, tile_width(layers), layers[0].dy_NM.device)
+    return _plan(shapes, blocks, tile_width(layers), share or row_share(layers), layers[0].dy_NM.device)
 
 
-def workspace_size(layers: Sequence[Layer]) -> int:
+def workspace_size(layers: Sequence[Layer], share: int | None = None) -> int:
     """Elements of fp32 that `weight_gradients_raw` needs for its partial sums."""
-    return plan_of(layers).parts * (TILE_ROWS * tile_width(layers) + TILE_ROWS)
+    return plan_of(layers, share).parts * (TILE_ROWS * tile_width(layers) + TILE_ROWS)
 
 
 def weight_gradients_raw(
-    layers: Sequence[Layer], workspace: Tensor, *, accumulate: bool = False, early: bool = False
+    layers: Sequence[Layer],
+    workspace: Tensor,
+    *,
+    accumulate: bool = False,
+    share: int | None = None,
+    early: bool = False,
 ) -> None:
     """Write (or add to) the gradients of at most four layers that saw the same tokens. Bitwise the same on every run.
 
@@ -134,16 +146,18 @@ def weight_gradients_raw(
         layers: operands and targets.
         workspace: fp32, at least `workspace_size` elements.
         accumulate: add to what the targets hold.
+        share: row tiles that share a stream of X, 1 or 2; None for `row_share`.
         early: see `mlp_forward_raw`.
     """
-    plan, width = plan_of(layers), tile_width(layers)
-    compiled = macros(width, layers[0].dy_NM.dtype)
+    share = share or row_share(layers)
+    plan, width = plan_of(layers, share), tile_width(layers)
+    compiled = macros(width, share, layers[0].dy_NM.dtype)
     module = cuda.load(FOLDER / "weights.cu", compiled)
     padded = [*layers, *[layers[0]] * (MAX_LAYERS - len(layers))]
-    maps = [cuda.tensor_map(x, (BLOCK_TOKENS, 64)) for layer in padded for x in layer[:2]]
+    maps = [cuda.tensor_map(x, (BLOCK_TOKENS, 64)) for layer in padded for x in (layer.dy_NM, layer.x_NK)]
     parts = workspace[: plan.parts * TILE_ROWS * width]
     sums = workspace[plan.parts * TILE_ROWS * width :]
-    arguments = (*maps, plan.schedule, plan.longest, parts, sums)
+    arguments: tuple[cuda.Argument, ...] = (*maps, plan.schedule, plan.longest, parts, sums)
     kernel = module.kernel("weight_parts", "M" * 8 + "PiPP")
     kernel.launch((plan.programs,), THREADS, smem(compiled["STAGES"]), arguments, early=early)
     totals: tuple[cuda.Argument, ...] = (
