@@ -117,105 +117,133 @@ RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {  // 
   copy_4d(p.keys() + (BLOCKS + j) * TILE, a.v, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
 }
 
+// What a warpgroup holds in registers, and its steps.
+struct Worker {
+  const Arguments& a;
+  const Place& p;
+  const Shift to_left;
+  const float scale;
+  const u32 bias;
+  const int tiles;  // of dropout: 16 positions
+  DropoutKeys keys{};
+  float r[32], s[32], o[D / 2], first[2] = {0.f, 0.f};
+  Band band;
+  RawRows raw;
+  u32 aq[D / 16][4], pairs[16];
+  Softmax x;
+
+  RL_D Worker(const Arguments& a, const Place& p)
+      : a(a), p(p), to_left(p.lane, 7 - (p.lane >> 2)), scale(a.scale * LOG2_E), bias(dropout_bias(a.threshold)),
+        tiles(ceil_div(a.T, 16)) {
+    band.clear();
+  }
+  RL_D void start_window(u32 operands, int window) {
+    multiply_rows(r, aq, operands + (WINDOWS_AT >> 4) + window * (TILE >> 4), true);
+    wgmma_commit();
+  }
+  // S of a square, from R where there is one, and from it the probabilities, against a reference that suits them.
+  RL_D void score(int i, int j, u32 tile) {
+    bool raise = j == i;
+    while (true) {
+      if (RELATIVE) {
+#pragma unroll
+        for (int n = 0; n < 32; ++n) s[n] = 0.f;
+        add_skewed(s, band, to_left, p.warp);
+      }
+      wgmma_fence();
+      multiply_rows(s, aq, tile, !RELATIVE);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_touch(s);
+      if (j == i) mask_future(s, p.warp, p.lane);
+      if (raise) raise_reference(x, o, s, scale);
+      if (exponentiate(pairs, s, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias, p.group)) break;
+      raise = true;  // a later block's scores are larger by far: rare
+    }
+  }
+  RL_D void start_values(u32 tile, bool fresh) {
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const u32 part[4] = {pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]};
+      wgmma_registers<D, 1>(o, part, operand<ROW>(tile + BLOCKS * (TILE >> 4) + ROW * b), b > 0 || !fresh);
+    }
+    wgmma_commit();
+  }
+  // One square; leaves its product with V and the next window's R under way.
+  RL_D void square(int i, int j, u32 phase) {
+    const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4) + p.group * (HEAD_BYTES >> 4) + j * (TILE >> 4);
+    if (i == BLOCKS - 1) barrier_wait(p.keys_full(j), phase);
+    wgmma_wait<0>();
+    wgmma_touch(o);
+    if (RELATIVE) {
+      wgmma_touch(r);
+      take_window(band, first, r, to_left);
+    }
+    score(i, j, tile);
+    if (j == 0) raw.finish(aq, p.lane);  // the last use of this block's Q is behind
+    start_values(tile, j == i);
+    if (RELATIVE) start_window(operands, j == 0 ? 0 : i - j + 1);
+  }
+  // The end of a query block: log-sum-exp, and the output once its last product is there.
+  RL_D void finish(const Head& head, int i) {
+    float share[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      x.sum[h] += shuffle_xor(x.sum[h], 1);
+      x.sum[h] += shuffle_xor(x.sum[h], 2);
+      share[h] = a.kept * reciprocal_fast(x.sum[h]);
+      const int at = 64 * i + 16 * p.warp + (p.lane >> 2) + 8 * h;
+      if ((p.lane & 3) == 0 && at < a.T)
+        a.lse[static_cast<i64>(head.unit) * a.T + at] = (x.reference[h] + log2_fast(x.sum[h])) * LN_2;
+    }
+    if (RELATIVE) wgmma_wait<1>(); else wgmma_wait<0>();
+    wgmma_touch(o);
+    if (p.lane == 0) barrier_arrive(p.keys_empty());
+    const int at = 64 * i + 16 * p.warp;
+    store_rows(a.o + (static_cast<i64>(head.batch) * a.T + at) * a.o_pitch + head.index * D, a.o_pitch, o, share[0],
+               share[1], a.T - at, p.lane);
+  }
+};
+
 RL_D void run(const Arguments& a, const Place& p) {
-  const Shift to_left(p.lane, 7 - (p.lane >> 2));
-  const int row = 16 * p.warp + (p.lane >> 2), tiles = ceil_div(a.T, 16);
   const int step = GROUPS * gridDim.x, first_unit = blockIdx.x + p.group * gridDim.x;
-  const float scale = a.scale * LOG2_E;
-  const u32 bias = dropout_bias(a.threshold);
-  DropoutKeys site{}, keys{};
-  if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
   if (first_unit >= a.heads_in_all) return;
+  DropoutKeys site{};
+  if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
   Head head(a, first_unit), next_head = head;
   if (p.warp == 0 && p.lane == 0)
     for (int j = BLOCKS - 1; j >= 0; --j) load_keys(a, p, head, j);
-  RawRows raw;
-  u32 aq[D / 16][4], pairs[16], done = 0, blocks = 0;
-  raw.load(a, head, 64 * (BLOCKS - 1) + 16 * p.warp, p.lane);
-  raw.finish(aq, p.lane);
-  float r[32], s[32], o[D / 2], first[2] = {0.f, 0.f};
-  Band band;
-  band.clear();
+  Worker w(a, p);
+  w.raw.load(a, head, 64 * (BLOCKS - 1) + 16 * p.warp, p.lane);
+  w.raw.finish(w.aq, p.lane);
   if (RELATIVE) {
     barrier_wait(p.table_full(), 0);
     wgmma_fence();
-    multiply_rows(r, aq, p.operands() + (WINDOWS_AT >> 4), true);
-    wgmma_commit();
+    w.start_window(p.operands(), 0);
   }
+  u32 done = 0, blocks = 0;
 #pragma unroll 1
   for (; head.unit < a.heads_in_all; head = next_head, ++done) {
     next_head = Head(a, head.unit + step);
     const bool more = next_head.unit < a.heads_in_all;
-    if (DROPOUT) keys = dropout_stream(site, a.stream + head.unit);
+    if (DROPOUT) w.keys = dropout_stream(site, a.stream + head.unit);
 #pragma unroll 1
     for (int i = BLOCKS - 1; i >= 0; --i, ++blocks) {
-      if (i > 0 || more) raw.load(a, i > 0 ? head : next_head, 64 * (i > 0 ? i - 1 : BLOCKS - 1) + 16 * p.warp, p.lane);
-      Softmax x{{NOTHING, NOTHING}, {0.f, 0.f}};
+      if (i > 0 || more) w.raw.load(a, i > 0 ? head : next_head, 64 * (i > 0 ? i - 1 : BLOCKS - 1) + 16 * p.warp, p.lane);
+      w.x = {{NOTHING, NOTHING}, {0.f, 0.f}};
 #pragma unroll 1
       for (int j = i; j >= 0; --j) {
-        const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4) + p.group * (HEAD_BYTES >> 4) + j * (TILE >> 4);
-        if (i == BLOCKS - 1) barrier_wait(p.keys_full(j), done & 1);
-        wgmma_wait<0>();
-        wgmma_touch(o);
-        if (RELATIVE) {
-          wgmma_touch(r);
-          take_window(band, first, r, to_left);
-        }
-        bool raise = j == i;
-        while (true) {
-          if (RELATIVE) {
-#pragma unroll
-            for (int n = 0; n < 32; ++n) s[n] = 0.f;
-            add_skewed(s, band, to_left, p.warp);
-          }
-          wgmma_fence();
-          multiply_rows(s, aq, tile, !RELATIVE);
-          wgmma_commit();
-          wgmma_wait<0>();
-          wgmma_touch(s);
-          if (j == i) mask_future(s, p.warp, p.lane);
-          if (raise) raise_reference(x, o, s, scale);
-          if (exponentiate(pairs, s, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias, p.group)) break;
-          raise = true;  // a later block's scores are larger by far: rare
-        }
-        if (j == 0) raw.finish(aq, p.lane);  // the last use of this block's Q is behind
-        wgmma_fence();
-#pragma unroll
-        for (int b = 0; b < 4; ++b) {
-          const u32 part[4] = {pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]};
-          wgmma_registers<D, 1>(o, part, operand<ROW>(tile + BLOCKS * (TILE >> 4) + ROW * b), b > 0 || j != i);
-        }
-        wgmma_commit();
-        if (RELATIVE) {
-          multiply_rows(r, aq, operands + (WINDOWS_AT >> 4) + (j == 0 ? 0 : i - j + 1) * (TILE >> 4), true);
-          wgmma_commit();
-        }
+        w.square(i, j, done & 1);
         // A key block is free after its own query block; its next copy starts one query block later, when all warps are.
-        if (j == i && p.lane == 0 && p.warp == i % 4) {
-          const bool in_next = i < BLOCKS - 1;
-          if (in_next ? more : done > 0) {
-            barrier_wait(p.keys_empty(), (blocks - 1) & 1);
-            load_keys(a, p, in_next ? next_head : head, in_next ? i + 1 : 0);
-          }
+        const bool in_next = i < BLOCKS - 1;
+        if (j == i && p.lane == 0 && p.warp == i % 4 && (in_next ? more : done > 0)) {
+          barrier_wait(p.keys_empty(), (blocks - 1) & 1);
+          load_keys(a, p, in_next ? next_head : head, in_next ? i + 1 : 0);
         }
         sync_warp();
       }
-      float share[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        x.sum[h] += shuffle_xor(x.sum[h], 1);
-        x.sum[h] += shuffle_xor(x.sum[h], 2);
-        share[h] = a.kept * reciprocal_fast(x.sum[h]);
-        const int at = 64 * i + row + 8 * h;
-        if ((p.lane & 3) == 0 && at < a.T)
-          a.lse[static_cast<i64>(head.unit) * a.T + at] = (x.reference[h] + log2_fast(x.sum[h])) * LN_2;
-      }
-      if (RELATIVE) wgmma_wait<1>(); else wgmma_wait<0>();
-      wgmma_touch(o);
-      if (p.lane == 0) barrier_arrive(p.keys_empty());
-      const int at = 64 * i + 16 * p.warp;
-      store_rows(a.o + (static_cast<i64>(head.batch) * a.T + at) * a.o_pitch + head.index * D, a.o_pitch, o, share[0],
-                 share[1], a.T - at, p.lane);
+      w.finish(head, i);
     }
   }
   wgmma_wait<0>();

@@ -83,15 +83,29 @@ RL_D void sixteen_columns(u32 (&pairs_p)[16], u32 (&pairs_ds)[16], const float (
     }
 }
 
-// Waits for what square n of a head needs, and starts its S and dP; S begins with the relative scores.
+// Brings squares on their way: waits for what they need, begins S with the relative scores, starts S and dP.
 struct ScoresStart {
-  u32 relative_count = 0;
-  RL_D void wait(const Place& p, int n, u32 parity) const {
+  const Arguments& a;
+  const Place& p;
+  Rows next_rows;
+  u32 count = 0;
+
+  RL_D ScoresStart(const Arguments& a, const Place& p) : a(a), p(p) {}
+  RL_D void wait(int n, u32 parity) {
     if (opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + square_at(n).i), parity);
     if (opens_keys(n)) barrier_wait(p.barrier(KEYS_FULL + square_at(n).j), parity);
+    if (!RELATIVE) return;
+    barrier_wait(p.barrier(R_FULL + p.warp), count++ & 1);
+    if (!square_at(n).first) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint2 v = load_shared_8(p.smem + ROWS_AT + 8 * (16 * p.warp + (p.lane >> 2) + 8 * h));
+      next_rows.lse[h] = from_bits(v.x), next_rows.delta[h] = from_bits(v.y);
+    }
   }
-  RL_D void wait_relative(const Place& p) { barrier_wait(p.barrier(R_FULL + p.warp), relative_count++ & 1); }
-  RL_D void run(float (&s)[32], float (&dp)[32], const Place& p, Square q) const {
+  // With nothing to come the square is a repetition that nobody reads, which is cheaper than a branch.
+  RL_D void run(float (&s)[32], float (&dp)[32], int n, u32 parity, bool more) {
+    if (more) wait(n, parity);
     if (RELATIVE) {
 #pragma unroll
       for (int b = 0; b < 4; ++b) {
@@ -101,83 +115,61 @@ struct ScoresStart {
         for (int x = 0; x < 4; ++x) s[8 * b + 2 * x] = pair_low(m[x]), s[8 * b + 2 * x + 1] = pair_high(m[x]);
       }
     }
+    const Square q = square_at(n);
     const u32 operands = p.operands(), queries = operands + queries_operand(q.i), keys = operands + keys_operand(q.j);
     wgmma_fence();
     multiply_tiles(s, queries, keys, !RELATIVE);
     multiply_tiles(dp, queries + SECOND, keys + SECOND, true);
     wgmma_commit();
+    if (RELATIVE && more) arrive_for_warp(p.barrier(R_EMPTY + p.warp), p.lane);
   }
 };
 
 RL_D void run_scores(const Arguments& a, const Place& p) {
-  const int row = 16 * p.warp + (p.lane >> 2), tiles = ceil_div(a.T, 16);
+  const int tiles = ceil_div(a.T, 16);
   const float scale = a.scale * LOG2_E;
   const u32 bias = dropout_bias(a.threshold);
   DropoutKeys site{}, keys{};
   if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
   float s[32], dp[32];
-  Rows rows, next_rows;
-  ScoresStart start;
+  Rows rows;
+  ScoresStart start(a, p);
   Visits visits;
   u32 done = 0, squares = 0;
   int unit = a.first_unit();
   if (unit >= a.heads_in_all) return;
-  const auto read_rows = [&] {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const uint2 v = load_shared_8(p.smem + ROWS_AT + 8 * (row + 8 * h));
-      next_rows.lse[h] = from_bits(v.x), next_rows.delta[h] = from_bits(v.y);
-    }
-  };
-  start.wait(p, 0, 0);
-  if (RELATIVE) {
-    start.wait_relative(p);
-    read_rows();
-  } else {
-    visits.start(a, p, unit, square_at(0).i);
-  }
-  start.run(s, dp, p, square_at(0));
-  if (RELATIVE) arrive_for_warp(p.barrier(R_EMPTY + p.warp), p.lane);
+  if (!RELATIVE) visits.start(a, p, unit, square_at(0).i);
+  start.run(s, dp, 0, 0, true);
 #pragma unroll 1
   for (; unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
     if (DROPOUT) keys = dropout_stream(site, a.stream + unit);
 #pragma unroll 1
     for (int n = 0; n < SQUARES; ++n, ++squares) {
       const Square q = square_at(n);
-      const int next = n + 1 < SQUARES ? n + 1 : 0;
-      const bool more = n + 1 < SQUARES || a.next_unit(unit) < a.heads_in_all;
       if (q.first) {
-        if (RELATIVE) rows = next_rows; else rows = visits.take(a, p, unit, n);
+        if (RELATIVE) rows = start.next_rows; else rows = visits.take(a, p, unit, n);
       }
       wgmma_wait<0>();
       wgmma_touch(s);
       wgmma_touch(dp);
+      if (q.i == q.j) mask_future(s, p.warp, p.lane);
       u32 pairs_p[16], pairs_ds[16];
       const u32 counter = dropout_base(q.i, q.j, p.warp, p.lane, tiles);
-      if (q.i == q.j) mask_future(s, p.warp, p.lane);
       sixteen_columns<0>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
       sixteen_columns<1>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
       sixteen_columns<2>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
       sixteen_columns<3>(pairs_p, pairs_ds, s, dp, rows, scale, counter, keys, bias);
-      const auto begin_next = [&] {  // after the last square for nothing, which is cheaper than a branch
-        if (more) {
-          start.wait(p, next, n + 1 < SQUARES ? done & 1 : ~done & 1);
-          if (RELATIVE) {
-            start.wait_relative(p);
-            if (square_at(next).first) read_rows();
-          }
-        }
-        start.run(s, dp, p, square_at(next));
-        if (RELATIVE && more) arrive_for_warp(p.barrier(R_EMPTY + p.warp), p.lane);
-      };
-      if (AHEAD) begin_next();
+      const bool same_head = n + 1 < SQUARES, more = same_head || a.next_unit(unit) < a.heads_in_all;
+      const int next = same_head ? n + 1 : 0;
+      const u32 parity = (same_head ? done : ~done) & 1;
+      if (AHEAD) start.run(s, dp, next, parity, more);
       const Stage stage(squares);
       barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase ^ 1);
       store_square(p.smem + P_AT + stage.index * SQUARE, pairs_p, p.warp, p.lane);
       store_square(p.smem + DS_AT + stage.index * SQUARE, pairs_ds, p.warp, p.lane);
       fence_async();
       arrive_for_warp(p.barrier(STAGE_FULL + stage.index), p.lane);
-      if (!AHEAD) begin_next();
+      if (!AHEAD) start.run(s, dp, next, parity, more);
     }
   }
   wgmma_wait<0>();
