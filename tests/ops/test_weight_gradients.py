@@ -79,6 +79,7 @@ def run_jobs(folder: Path, jobs: list[Job]) -> None:
     assert library.run(ctypes.create_string_buffer(packed), grid, 1) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_whole_kernels_match_float64(tmp_path: Path, late: bool) -> None:
     torch.manual_seed(0)

@@ -16,7 +16,9 @@ from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "gemm_sm90.cu"
 SMEM_LIMIT = 227 * 1024
+THREADS = 384
 CHUNK_K = 64
+SMALL_TILES = 600  # fewer 128-row tiles than this, and 64-row tiles spread better
 RESIDENT_K = 512  # 128 columns of B up to here leave room for the ring
 Epilogue = Literal["plain", "bias", "gelu", "residual", "derivative"]
 
@@ -29,15 +31,12 @@ class Config(NamedTuple):
     Attributes:
         tile_m, tile_n: a warpgroup's output tile.
         resident: a block keeps its columns of B for a whole segment, so that only A streams.
-        groups: consumer warpgroups that take turns: 2, or 3 of 64-row tiles, where the epilogue is longer than the
-            products.
         stages: ring slots; 0 takes as many as fit, up to 16.
     """
 
     tile_m: int = 128
     tile_n: int = 128
     resident: bool = True
-    groups: int = 2
     stages: int = 0
 
     @property
@@ -45,16 +44,11 @@ class Config(NamedTuple):
         """Rows of A in a ring slot."""
         return 64 if self.resident else self.tile_m
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block: the producer's warpgroup and the consumers'."""
-        return 128 * (self.groups + 1)
-
     def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
         """Bytes of dynamic shared memory."""
         b_bytes = self.tile_n * 128
         slot = self.piece_rows * 128 + (0 if self.resident else b_bytes)
-        panels = 4 * self.groups + (8 if reads_c else 0)
+        panels = self.tile_m * self.tile_n // 1024 if reads_c else 16
         return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 1024
 
     def fitted(self, k_chunks: int, reads_c: bool) -> Config:
@@ -133,17 +127,16 @@ def _plan(row_tiles: int, columns: int, device: torch.device) -> Plan:
 
 
 def choose(M: int, N: int, K: int, epilogue: Epilogue) -> Config | None:
-    """The configuration for a product of M × N × K, by measurement on an H200; None where cuBLAS is faster.
+    """The configuration for a product of M × N × K, by measurement on an H200; None where cuBLAS is taken.
 
-    Without an epilogue to ride on, or with an inner size whose columns of B do not stay in shared memory, cuBLAS wins.
+    Without an epilogue to ride on, or with a bias alone and an inner size whose columns of B do not stay in shared
+    memory, cuBLAS is as fast or faster.
     """
     resident = K <= RESIDENT_K
     if epilogue == "plain" or (epilogue == "bias" and not resident):
         return None
-    if epilogue == "bias":
-        small = -(-M // 128) * -(-N // 128) < 4 * 132
-        return Config(tile_m=64 if small else 128)
-    return Config(tile_m=64, groups=3 if resident else 2, resident=resident)
+    small = -(-M // 128) * -(-N // 128) < SMALL_TILES
+    return Config(tile_m=64 if small or epilogue == "gelu" or not resident else 128, resident=resident)
 
 
 def defines(
@@ -162,7 +155,6 @@ def defines(
     """The macros that compile the kernel for a configuration, an inner size and an epilogue (see `gemm`)."""
     k_chunks = -(-K // CHUNK_K)
     return {
-        "GROUPS": config.groups,
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
         "STAGES": config.fitted(k_chunks, residual or derivative).stages,
@@ -176,6 +168,30 @@ def defines(
         "STORE_U": int(pre),
         "DROPOUT": int(dropout),
     }
+
+
+@functools.lru_cache(maxsize=512)
+def _kernel(
+    device: int,
+    config: Config,
+    K: int,
+    dtype: torch.dtype,
+    transposed_b: bool,
+    bias: bool,
+    gelu: GeluKind | None,
+    pre: bool,
+    residual: bool,
+    dropout: bool,
+    derivative: bool,
+) -> tuple[cuda.Kernel, int]:
+    """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
+    macros = defines(
+        config, K, dtype,
+        transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, residual=residual, dropout=dropout,
+        derivative=derivative,
+    )  # fmt: skip
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiIIfii")
+    return kernel, config.smem(macros["K_CHUNKS"], residual or derivative, macros["STAGES"])
 
 
 def gemm(
@@ -210,34 +226,24 @@ def gemm(
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
-    macros = defines(
-        config,
-        K,
-        a_MK.dtype,
-        transposed_b=transposed_b,
-        bias=bias_N is not None,
-        gelu=gelu,
-        pre=pre_MN is not None,
-        residual=residual_MN is not None,
-        dropout=masks is not None,
-        derivative=gelu_input_MN is not None,
-    )
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMPPiiPiPPPiiIIfii")
+    kernel, smem = _kernel(
+        a_MK.get_device(), config, K, a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None,
+        residual_MN is not None, masks is not None, gelu_input_MN is not None,
+    )  # fmt: skip
     plan = _plan(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
+    panel = (16, 64)
     map_a = cuda.tensor_map(a_MK, (config.piece_rows, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
+    map_d = cuda.tensor_map(out_MN, panel)
     reads = residual_MN if gelu_input_MN is None else gelu_input_MN
-    map_c = map_a if reads is None else cuda.tensor_map(reads, (16, 64))
-    sums = (
-        a_MK.new_zeros((plan.slots * 4 * config.groups, N), dtype=torch.float32) if gelu_input_MN is not None else None
-    )
+    map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
+    map_u = map_d if pre_MN is None else cuda.tensor_map(pre_MN, panel)
+    sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
     threshold, scale = quantise(masks.p) if masks else (0, 1.0)
     arguments: Sequence[cuda.Argument] = (
-        map_a, map_b, map_c, out_MN, pre_MN, out_MN.stride(0), 0 if pre_MN is None else pre_MN.stride(0),
-        plan.schedule, plan.segments, bias_N, sums, masks.state.seed_step if masks else None, M, N,
-        masks.site if masks else 0, threshold, scale, masks.T if masks else 1,
-        masks.state.sample_offset if masks else 0,
+        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums,
+        masks.state.seed_step if masks else None, N, masks.site if masks else 0, threshold, scale,
+        masks.T if masks else 1, masks.state.sample_offset if masks else 0,
     )  # fmt: skip
-    smem = config.smem(macros["K_CHUNKS"], reads is not None, macros["STAGES"])
-    kernel.launch((plan.units,), config.threads, smem, arguments, early=early)
+    kernel.launch((plan.units,), THREADS, smem, arguments, early=early)
     return sums

@@ -1,4 +1,4 @@
-// Thread block clusters beyond hopper.cuh: shared memory of the other blocks, copies that reach several of them.
+// Thread block clusters beyond hopper.cuh: shared memory of the other blocks. And copies of rank 5.
 #pragma once
 #include "ridgeline/hopper.cuh"
 
@@ -23,22 +23,9 @@ RL_D void remote_store(u32 remote, float a, float b, float c, float d) {
 }
 RL_D void fence_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
 
-// Copies to the same place in every block of `mask`; each block's barrier counts the bytes that arrive there.
-RL_D void copy_2d_to(u32 destination, const TensorMap* map, int x, int y, u32 barrier, u16 mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(mask) : "memory");
-}
 RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
       "[%7];" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w), "r"(barrier) : "memory");
 }
-RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier, u16 mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w),
-      "r"(barrier), "h"(mask) : "memory");
-}
-
 }  // namespace rl
