@@ -7,10 +7,68 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops._cuda import nvrtc
 from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
+
+
+class EmulatedMap(ctypes.Structure):
+    """The emulation's TensorMap."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("stride", ctypes.c_uint64 * 4),
+        ("extent", ctypes.c_uint32 * 4),
+        ("box", ctypes.c_uint32 * 4),
+        ("swizzle", ctypes.c_uint32),
+        ("unused", ctypes.c_uint8 * 52),
+    )
+
+
+class Emulation:
+    """Whole Hopper kernels as host programs: tests/ops/emulation stands in for the headers of the card."""
+
+    def __init__(self, folder: Path, compiler: str) -> None:
+        self._folder, self._compiler, self._count = folder, compiler, 0
+
+    def maps(self, *tensors: tuple[Tensor, tuple[int, int]]) -> ctypes.Array[EmulatedMap]:
+        """Maps of matrices of 16-bit numbers with boxes of 128-byte rows, one after another."""
+        made = [
+            EmulatedMap(
+                x.data_ptr(),
+                (ctypes.c_uint64 * 4)(*x.stride()[::-1], 0, 0),
+                (ctypes.c_uint32 * 4)(*x.shape[::-1], 1, 1),
+                (ctypes.c_uint32 * 4)(*box[::-1], 1, 1),
+                128,
+            )
+            for x, box in tensors
+        ]
+        return (EmulatedMap * len(made))(*made)
+
+    def compile(self, source: str, macros: dict[str, int], *include: Path) -> Callable[..., bytes | None]:
+        """The function `run` of C++ text; it returns nothing, or what went wrong."""
+        self._count += 1
+        file = self._folder / f"kernel{self._count}.cpp"
+        library = file.with_suffix(".so")
+        file.write_text(source, encoding="utf-8")
+        paths = [f"-I{path}" for path in (Path(__file__).parent / "emulation", *include, INCLUDE_DIRECTORY)]
+        flags = [f"-D{name}={value}" for name, value in macros.items()]
+        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
+        subprocess.run([self._compiler, *options, *flags, *paths, file, "-o", library], check=True)
+        run = ctypes.CDLL(str(library)).run
+        run.restype = ctypes.c_char_p
+        return run
+
+
+@pytest.fixture
+def emulation(tmp_path: Path) -> Emulation:
+    """Compiles and runs whole kernels on the host."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler (g++ or clang++)")
+    return Emulation(tmp_path, compiler)
 
 
 @pytest.fixture

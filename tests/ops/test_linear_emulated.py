@@ -4,21 +4,17 @@ Each case runs under its own seed of the emulation's scheduler, with wgmma early
 """
 
 import ctypes
-import shutil
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import gemm
 from ridgeline.ops.linear.gemm import Config, defines, divide
 
-EMULATION = Path(__file__).parent / "emulation"
 SOURCE = """#include "gemm_sm90.cu"
 extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segments, const rl::u16* bias,
                            float* partials, const rl::i64* seed_step, const int* n, float scale, int grid, int random,
@@ -30,19 +26,6 @@ extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segm
 }
 """
 SITE, FIRST_SAMPLE, P = 3, 5, 0.3
-
-
-class Map(ctypes.Structure):
-    """The emulation's TensorMap."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("stride", ctypes.c_uint64 * 4),
-        ("extent", ctypes.c_uint32 * 4),
-        ("box", ctypes.c_uint32 * 4),
-        ("swizzle", ctypes.c_uint32),
-        ("unused", ctypes.c_uint8 * 52),
-    )
 
 
 @dataclass(frozen=True)
@@ -69,31 +52,7 @@ CASES = [
 ]
 
 
-def tensor_map(x: Tensor, box: tuple[int, int]) -> Map:
-    one, zero = [1, 1], [0, 0]
-    return Map(
-        x.data_ptr(),
-        (ctypes.c_uint64 * 4)(*x.stride()[::-1], *zero),
-        (ctypes.c_uint32 * 4)(*x.shape[::-1], *one),
-        (ctypes.c_uint32 * 4)(*box[::-1], *one),
-        128,
-    )
-
-
-def compiled(folder: Path, macros: dict[str, int]) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++ or clang++)")
-    file, library = folder / "kernel.cpp", folder / "kernel.so"
-    file.write_text(SOURCE, encoding="utf-8")
-    paths = [f"-I{path}" for path in (EMULATION, gemm.SOURCE.parent, INCLUDE_DIRECTORY)]
-    flags = [f"-D{name}={value}" for name, value in macros.items()]
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
-    subprocess.run([compiler, *options, *flags, *paths, file, "-o", library], check=True)
-    return ctypes.CDLL(str(library))
-
-
-def run(case: Case, folder: Path, a: Tensor, b: Tensor, bias: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run(case: Case, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output, pre-activation and column sums."""
     M, N, K = case.M, case.N, case.K
     reads_c = case.epilogue in ("residual", "derivative")
@@ -115,18 +74,13 @@ def run(case: Case, folder: Path, a: Tensor, b: Tensor, bias: Tensor, c: Tensor)
     schedule = torch.tensor(table, dtype=torch.int32)
     out, pre = (torch.full((M, -(-N // 8) * 8), float("nan")).bfloat16()[:, :N] for _ in range(2))
     sums = torch.zeros(slots * 8, N)
-    maps = (Map * 5)(
-        tensor_map(a, (config.piece_rows, 64)),
-        tensor_map(b, (64, 64) if case.transposed_b else (config.tile_n, 64)),
-        *(tensor_map(x, (16, 64)) for x in (c, out, pre)),
-    )
+    b_box = (64, 64) if case.transposed_b else (config.tile_n, 64)
+    maps = emulation.maps((a, (config.piece_rows, 64)), (b, b_box), *((x, (16, 64)) for x in (c, out, pre)))
     threshold, scale = quantise(P)
     seed_step = torch.tensor([77, 9])
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
     numbers = (ctypes.c_int * 5)(N, SITE, threshold, M // 2, FIRST_SAMPLE)
-    library = compiled(folder, macros)
-    library.run.restype = ctypes.c_char_p
-    fault = library.run(
+    fault = emulation.compile(SOURCE, macros, gemm.SOURCE.parent)(
         ctypes.byref(maps), pointer(schedule), longest, pointer(bias), pointer(sums), pointer(seed_step),
         numbers, ctypes.c_float(scale), len(work), case.seed, int(case.late),
     )  # fmt: skip
@@ -136,13 +90,13 @@ def run(case: Case, folder: Path, a: Tensor, b: Tensor, bias: Tensor, c: Tensor)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}")
-def test_whole_kernel_matches_float64(case: Case, tmp_path: Path) -> None:
+def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     torch.manual_seed(case.seed)
     M, N, K = case.M, case.N, case.K
     normal = lambda rows, width: torch.randn(rows, -(-width // 8) * 8).bfloat16()[:, :width]  # noqa: E731
     a, b, c = normal(M, K), normal(K, N) if case.transposed_b else normal(N, K), normal(M, N)
     bias = torch.randn(N).bfloat16()
-    out, pre, sums = run(case, tmp_path, a, b, bias, c)
+    out, pre, sums = run(case, emulation, a, b, bias, c)
     product = a.double() @ (b.double() if case.transposed_b else b.double().t())
     if case.epilogue in ("bias", "gelu", "residual"):
         product = product + bias[:N].double()

@@ -1,21 +1,18 @@
 """Grouped weight gradients and the sums that finish them: whole kernels on the host, plans, compilation, the card."""
 
 import ctypes
-import shutil
-import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.linear import reduce, wgrad
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.linear.wgrad import Gradient, share_out
 
-EMULATION = Path(__file__).parent / "emulation"
 WGRAD = """#include "wgrad_sm90.cu"
 extern "C" const char* run(const FourMaps* dy, const FourMaps* x, const Share* shares, float* tiles, float* bias,
                            int grid, int random, int late) {
@@ -31,57 +28,19 @@ extern "C" const char* run(const Jobs* jobs, int grid, int random) {
 """
 
 
-class Map(ctypes.Structure):
-    """The emulation's TensorMap."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("stride", ctypes.c_uint64 * 4),
-        ("extent", ctypes.c_uint32 * 4),
-        ("box", ctypes.c_uint32 * 4),
-        ("swizzle", ctypes.c_uint32),
-        ("unused", ctypes.c_uint8 * 52),
-    )
-
-
-def tensor_map(x: Tensor) -> Map:
-    return Map(
-        x.data_ptr(),
-        (ctypes.c_uint64 * 4)(*x.stride()[::-1], 0, 0),
-        (ctypes.c_uint32 * 4)(*x.shape[::-1], 1, 1),
-        (ctypes.c_uint32 * 4)(64, 64, 1, 1),
-        128,
-    )
-
-
-def compiled(folder: Path, name: str, source: str, macros: dict[str, int]) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++ or clang++)")
-    file, library = folder / f"{name}.cpp", folder / f"{name}.so"
-    file.write_text(source, encoding="utf-8")
-    paths = [f"-I{path}" for path in (EMULATION, wgrad.SOURCE.parent, INCLUDE_DIRECTORY)]
-    flags = [f"-D{key}={value}" for key, value in macros.items()]
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w"]
-    subprocess.run([compiler, *options, *flags, *paths, file, "-o", library], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.run.restype = ctypes.c_char_p
-    return loaded
-
-
 def pointer(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
 
 
-def run_jobs(folder: Path, jobs: list[Job]) -> None:
+def run_jobs(emulation: Any, jobs: list[Job]) -> None:
     packed, grid = reduce.pack(jobs)
-    library = compiled(folder, "reduce", REDUCE, {"MAX_JOBS": reduce.MAX_JOBS})
-    assert library.run(ctypes.create_string_buffer(packed), grid, 1) is None
+    run = emulation.compile(REDUCE, {"MAX_JOBS": reduce.MAX_JOBS}, wgrad.SOURCE.parent)
+    assert run(ctypes.create_string_buffer(packed), grid, 1) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
-def test_whole_kernels_match_float64(tmp_path: Path, late: bool) -> None:
+def test_whole_kernels_match_float64(emulation: Any, late: bool) -> None:
     torch.manual_seed(0)
     N, shapes = 300, [(136, 130, True), (64, 130, False), (33, 77, True)]
     normal = lambda width: torch.randn(N, -(-width // 8) * 8).bfloat16()[:, :width]  # noqa: E731
@@ -93,14 +52,17 @@ def test_whole_kernels_match_float64(tmp_path: Path, late: bool) -> None:
     plan = share_out(shapes, -(-N // 64), tile_n, blocks=9)
     assert plan.parts == 2
     tiles, sums = torch.full((plan.tiles[-1],), float("nan")), torch.full((plan.sums[-1],), float("nan"))
-    maps = [(Map * 4)(*map(tensor_map, side)) for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])]
-    library = compiled(tmp_path, "wgrad", WGRAD, {"TILE_N": tile_n, "STAGES": 3})
-    fault = library.run(
+    empty = torch.empty(1, 8, dtype=torch.bfloat16)
+    maps = [
+        emulation.maps(*((x, (64, 64)) for x in (*side, empty)))
+        for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])
+    ]
+    fault = emulation.compile(WGRAD, {"TILE_N": tile_n, "STAGES": 3}, wgrad.SOURCE.parent)(
         ctypes.byref(maps[0]), ctypes.byref(maps[1]), pointer(plan.shares), pointer(tiles), pointer(sums),
         len(plan.shares), 3, int(late),
     )  # fmt: skip
     assert fault is None
-    run_jobs(tmp_path, wgrad.jobs_of(gradients, plan, tiles, sums, accumulate=True))
+    run_jobs(emulation, wgrad.jobs_of(gradients, plan, tiles, sums, accumulate=True))
     for gradient, (weight, bias) in zip(gradients, before, strict=True):
         dy, x = gradient.dy_NM.double(), gradient.x_NK.double()
         torch.testing.assert_close(gradient.dweight_MK.double(), dy.t() @ x + weight.double(), rtol=1e-4, atol=1e-3)
@@ -108,12 +70,12 @@ def test_whole_kernels_match_float64(tmp_path: Path, late: bool) -> None:
             torch.testing.assert_close(gradient.dbias_M.double(), dy.sum(0) + bias.double(), rtol=1e-4, atol=1e-3)
 
 
-def test_sums_of_few_and_of_many_shares(tmp_path: Path) -> None:
+def test_sums_of_few_and_of_many_shares(emulation: Any) -> None:
     torch.manual_seed(1)
     few, many, odd = torch.randn(3, 9, 36), torch.randn(100, 1, 70), torch.randn(30, 2, 5)
     out = [torch.full((9, 36), float("nan")), torch.randn(1, 70).bfloat16(), torch.full((2, 7), float("nan"))[:, :5]]
     kept = out[1].clone()
-    run_jobs(tmp_path, [Job(few, out[0]), Job(many, out[1], True), Job(odd, out[2])])
+    run_jobs(emulation, [Job(few, out[0]), Job(many, out[1], True), Job(odd, out[2])])
     torch.testing.assert_close(out[0], few.sum(0))
     torch.testing.assert_close(out[1], (kept.float() + many.sum(0)).bfloat16())
     torch.testing.assert_close(out[2], odd.sum(0))
