@@ -35,7 +35,7 @@ def norm_cases() -> dict[str, Case]:
     from ridgeline.ops.norm import triton as norm
 
     cases = {}
-    for C in (512, 256):
+    for C in (1024, 512, 256):
         forward, backward = norm.forward_config(131072 * 512 // C // 4, C), norm.backward_config(131072, C)
         shared = {"C": C, "W": C, "X_STRIDE": C, "BLOCK_C": C, "RMS": False, "THRESHOLD": 6554}
         cases[f"norm forward {C}"] = Case(
@@ -116,10 +116,11 @@ def cross_entropy_cases() -> dict[str, Case]:
 
 def embedding_cases() -> dict[str, Case]:
     from ridgeline.ops._triton.columns import column_sums_kernel
+    from ridgeline.ops._triton.columns import config as sums_config
     from ridgeline.ops.embedding import triton as embedding
 
     C = 256
-    small = embedding.small_config(8192, 65, C)
+    small, sums = embedding.small_config(8192, 65, C), sums_config(1056, 1536)
     return {
         "gather": Case(
             embedding.gather_kernel,
@@ -153,14 +154,21 @@ def embedding_cases() -> dict[str, Case]:
             column_sums_kernel,
             pointers("fp32 partials out"),
             {"stride": "i32/16", "P": "i32", "W": "i32"},
-            {"index_ptr": None, "ACCUMULATE": True, "BLOCK_P": 64, "BLOCK_W": 16, "STAGES": 1},
-            Launch(rows=1, warps=4),
+            {
+                "index_ptr": None,
+                "ACCUMULATE": True,
+                "BLOCK_P": sums.rows,
+                "BLOCK_W": sums.columns,
+                "STAGES": sums.stages,
+            },
+            sums,
         ),
     }
 
 
 def optimizer_cases() -> dict[str, Case]:
     from ridgeline.ops.dropout.triton import dropout_kernel
+    from ridgeline.ops.inputs.triton import input_vector_kernel
     from ridgeline.ops.optimizer import triton as optimizer
 
     M = 20_000_000
@@ -200,6 +208,13 @@ def optimizer_cases() -> dict[str, Case]:
             },
             {"CLEAR": True, "BLOCK": update.columns},
             update,
+        ),
+        "input vector": Case(
+            input_vector_kernel,
+            pointers("i16 categories; fp32 numbers; u8 previous; bf16 tables out; i32 columns"),
+            {"N": "i32"},
+            {"K": 5, "M": 18, "H": 3, "W": 168, "ROWS": 4, "BLOCK_W": 256},
+            Launch(rows=4, warps=4),
         ),
         "dropout": Case(
             dropout_kernel,

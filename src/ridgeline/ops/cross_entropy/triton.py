@@ -148,7 +148,9 @@ def config(N: int, V: int) -> Launch:
     """The launch for N rows of V classes."""
     if V > WHOLE_ROWS:
         return Launch(rows=4, columns=2048, warps=8, per_processor=4)
-    return Launch(rows=max(1, min(32, 1024 // power_of_two(V))), warps=1, per_processor=16)
+    if V <= 16:
+        return Launch(rows=64, warps=4, per_processor=4)
+    return Launch(rows=max(1, min(16, 1024 // power_of_two(V))), warps=1, per_processor=16)
 
 
 def loss_partials(N: int, V: int, tensor: Tensor, launch: Launch | None = None) -> int:
