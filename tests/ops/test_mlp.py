@@ -15,7 +15,7 @@ from ridgeline.errors import UnsupportedError
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import Masks
-from ridgeline.ops.mlp import Mlp, Norm, available, cost, kernels, mlp_half, norm_project, project_join, weights
+from ridgeline.ops.mlp import Mlp, Norm, available, cost, kernels, mlp_half, norm_project, project_join
 from ridgeline.ops.mlp.kernels import Config
 
 GPU = pytest.mark.gpu
@@ -167,17 +167,6 @@ def test_kernels_compile_within_their_means(part: kernels.Part, width: int, conf
     assert "serialized" not in cubin.log  # products that wait for each other
 
 
-@pytest.mark.usefixtures("needs_nvrtc")
-@pytest.mark.parametrize(("width", "share"), [(128, 1), (256, 1), (256, 2)])
-def test_weight_gradients_compile_without_spills(width: int, share: int) -> None:
-    macros = weights.macros(width, share, torch.bfloat16)
-    assert weights.smem(macros["STAGES"]) <= kernels.SMEM_LIMIT
-    cubin = cuda.build(kernels.FOLDER / "weights.cu", macros)
-    for usage in cubin.resources().values():
-        assert usage.spill_stores == usage.stack == 0
-    assert "serialized" not in cubin.log
-
-
 def test_cost_counts_products_and_traffic() -> None:
     store = Storage(2, 2)
     N, C, F = 8192, 256, 1024
@@ -236,31 +225,6 @@ def test_projections_on_the_card(N: int, K: int, p: float) -> None:
     inputs = {"x": draw(N, K), "weight": draw(C, K, scale=K**-0.5), "bias": draw(C), "residual": draw(N, C), **small}
     compare(forward, inputs, "cuda")
     compare(backward, {"r": draw(N, C), **small, "weight": draw(K, C, scale=C**-0.5), "bias": draw(K)}, "cuda")
-
-
-@GPU
-@pytest.mark.parametrize("N", [200, 8192])
-def test_weight_gradients_on_the_card(N: int) -> None:
-    _hopper()
-    torch.manual_seed(N)
-    nan = lambda *shape: torch.full(shape, float("nan"), device=DEVICE)  # noqa: E731
-    shapes = [(768, 256, True), (256, 256, False), (1024, 256, True), (256, 1024, False)]
-    layers = [
-        weights.Layer(draw(N, rows), draw(N, columns), nan(rows, columns), nan(rows) if bias else None)
-        for rows, columns, bias in shapes
-    ]
-    workspace = nan(weights.workspace_size(layers))
-    weights.weight_gradients_raw(layers, workspace)
-    first = [layer.dweight_MK.clone() for layer in layers]
-    for layer in layers:
-        truth = layer.dy_NM.double().t() @ layer.x_NK.double()
-        assert (layer.dweight_MK.double() - truth).norm() <= 2e-5 * truth.norm()
-        if layer.dbias_M is not None:
-            torch.testing.assert_close(layer.dbias_M.double(), layer.dy_NM.double().sum(0), rtol=1e-4, atol=1e-3)
-    weights.weight_gradients_raw(layers, workspace)
-    assert all(torch.equal(layer.dweight_MK, before) for layer, before in zip(layers, first, strict=True))
-    weights.weight_gradients_raw(layers, workspace, accumulate=True)
-    assert all(torch.equal(layer.dweight_MK, 2 * before) for layer, before in zip(layers, first, strict=True))
 
 
 def _hopper() -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import Masks
-from ridgeline.ops.mlp import kernels, weights
+from ridgeline.ops.mlp import kernels
 from ridgeline.ops.mlp.kernels import Config
 from ridgeline.ops.norm.reference import NormKind
 
@@ -57,11 +57,11 @@ def rows_map(x: Tensor, rows: int) -> Map:
     )  # fmt: skip
 
 
-def owned_map(x: Tensor, share: int) -> Map:
+def owned_map(x: Tensor) -> Map:
     C, K = x.shape
     return Map(
         x.data_ptr(), (ctypes.c_uint64 * 4)(1, K, 8 * K, 2 * K), (ctypes.c_uint32 * 4)(K, 2, 4, 4),
-        (ctypes.c_uint32 * 4)(64, 2, 4, 4), 128, C // 32, 4 // share,
+        (ctypes.c_uint32 * 4)(64, 2, 4, 4), 128, C // 32, 4,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class Case:
     late: bool = False
 
     def __str__(self) -> str:
-        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}{self.config.share}"
+        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}"
 
 
 def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -142,7 +142,7 @@ def run(case: Case, build: Build, pointers: list[Tensor | None], stride: int) ->
     numbers = (ctypes.c_int * 7)(case.N, inner, SITE, threshold, case.N // 2, FIRST_SAMPLE, stride)
     pointers = [*build.lead, *pointers, torch.tensor(SEED_STEP)]
     addresses = (ctypes.c_void_p * len(pointers))(*[None if x is None else x.data_ptr() for x in pointers])
-    cluster = build.config.split * build.config.share
+    cluster = build.config.split
     maps = (Map * len(build.maps))(*build.maps)
     grid = case.clusters * cluster
     fault = loaded.run(maps, addresses, numbers, ctypes.c_float(scale), grid, case.seed, int(case.late), cluster)
@@ -233,17 +233,17 @@ def check_gradient(case: Case, build: Build, dh: Tensor) -> None:
 
 CASES = [
     Case("project_forward", 200, 128, 72, Config(), p=0.3, seed=1),
-    Case("project_forward", 100, 256, 136, Config(2, 1), rms=True, bias=False, residual=False, seed=2, late=True),
+    Case("project_forward", 100, 256, 136, Config(2), rms=True, bias=False, residual=False, seed=2, late=True),
     Case("project_backward", 200, 128, 72, Config(), p=0.3, seed=3, late=True),
-    Case("project_backward", 100, 256, 136, Config(2, 1), rms=True, bias=False, residual=False, seed=4),
-    Case("mlp_forward", 300, 128, 192, Config(1, 1), p=0.3, seed=5, late=True),
-    Case("mlp_forward", 100, 256, 320, Config(2, 1), tanh=True, seed=6),
-    Case("mlp_forward", 300, 128, 128, Config(1, 2), rms=True, bias=False, seed=7),
-    Case("mlp_forward", 200, 128, 256, Config(2, 2), p=0.3, seed=8, late=True),
-    Case("mlp_backward", 300, 128, 192, Config(1, 1), p=0.3, seed=9),
-    Case("mlp_backward", 100, 256, 320, Config(2, 1), tanh=True, seed=10, late=True),
-    Case("mlp_backward", 300, 128, 128, Config(1, 2), rms=True, bias=False, seed=11, late=True),
-    Case("mlp_backward", 200, 128, 256, Config(2, 2), p=0.3, seed=12),
+    Case("project_backward", 100, 256, 136, Config(2), rms=True, bias=False, residual=False, seed=4),
+    Case("mlp_forward", 300, 128, 192, Config(1), p=0.3, seed=5, late=True),
+    Case("mlp_forward", 100, 256, 320, Config(2), tanh=True, seed=6),
+    Case("mlp_forward", 300, 128, 128, Config(1), rms=True, bias=False, seed=7),
+    Case("mlp_forward", 200, 128, 256, Config(2), p=0.3, seed=8, late=True),
+    Case("mlp_backward", 300, 128, 192, Config(1), p=0.3, seed=9),
+    Case("mlp_backward", 100, 256, 320, Config(2), tanh=True, seed=10, late=True),
+    Case("mlp_backward", 300, 128, 128, Config(1), rms=True, bias=False, seed=11, late=True),
+    Case("mlp_backward", 200, 128, 256, Config(2), p=0.3, seed=12),
 ]  # fmt: skip
 
 
@@ -264,7 +264,7 @@ def check_projection(case: Case, build: Build) -> None:
     x, weight = normal(N, K), normal(*(C, K) if forward else (K, C), scale=K**-0.5)
     product = x.double() @ (weight.double().t() if forward else weight.double())
     build.macros["BACKWARD"] = int(not forward)
-    build.maps = [rows_map(x, 128), owned_map(weight, build.config.share) if forward else rows_map(weight, 64)]
+    build.maps = [rows_map(x, 128), owned_map(weight) if forward else rows_map(weight, 64)]
     (check_join if forward else check_gradient)(case, build, product)
 
 
@@ -277,7 +277,7 @@ def check_mlp(case: Case, build: Build) -> None:
     if case.part == "mlp_forward":
         h, bias = normal(N, C), normal(F) if case.bias else None
         u = functional.linear(h.double(), up.double(), None if bias is None else bias.double())
-        build.maps = [rows_map(h, 64), rows_map(up, 128 // config.share), owned_map(down, config.share)]
+        build.maps = [rows_map(h, 64), rows_map(up, 128), owned_map(down)]
         build.lead = [bias, kept]
         check_join(case, build, functional.gelu(u, approximate=approximate) @ down.double().t())
         close("kept", kernels.unkeep(kept, N, F), u)
@@ -296,83 +296,3 @@ def check_mlp(case: Case, build: Build) -> None:
     close("du", got_du, du)
     if sums is not None:
         close("sums of du", sums.double().sum(0), du.sum(0))
-
-
-LAYERS = [(136, 128, True), (256, 256, False), (72, 136, True)]  # rows, columns, bias
-WEIGHTS = """#include "weights.cu"
-using namespace rl;
-extern "C" const char* parts(const TensorMap* m, const int* schedule, int longest, float* parts, float* sums, int grid,
-                             int seed, int late, int cluster) {
-  auto kernel = [=] {
-    weight_parts(m[0], m[1], m[2], m[3], m[4], m[5], m[0], m[1], (const int4*)schedule, longest, (float4*)parts, sums);
-  };
-  return emulation::launch(grid, 384, seed, late, kernel, cluster);
-}
-extern "C" const char* totals(const int* tiles, const float* parts, const float* sums, float* const* w, float* const* b,
-                              const int* n, int accumulate, int grid) {
-  auto kernel = [=] {
-    weight_totals((const int4*)tiles, (const float4*)parts, sums, w[0], w[1], w[2], w[0], b[0], b[1], b[2], b[0], n[0],
-                  n[1], n[2], n[0], n[3], n[4], n[5], n[3], accumulate);
-  };
-  return emulation::launch(grid, 256, 0, 0, kernel);
-}
-"""
-
-
-@pytest.mark.parametrize(
-    ("width", "share", "late", "accumulate"), [(256, 1, False, False), (128, 1, True, True), (256, 2, True, False)]
-)
-def test_weight_gradients(width: int, share: int, late: bool, accumulate: bool, tmp_path: Path) -> None:
-    torch.manual_seed(width)
-    N, programs = 300, 5
-    dy = [normal(N, rows) for rows, _, _ in LAYERS]
-    x = [normal(N, columns) for _, columns, _ in LAYERS]
-    blocks = -(-N // weights.BLOCK_TOKENS)
-    work, tiles, slots = weights.divide(LAYERS, blocks, width, share, programs)
-    longest = max(len(mine) for mine in work) + 1
-    schedule = torch.tensor([[*mine, *[(0,) * 8] * (longest - len(mine))] for mine in work], dtype=torch.int32)
-    tile_table = torch.tensor(tiles, dtype=torch.int32)
-    parts, sums = unwritten(slots * 128 * width, dtype=torch.float32), unwritten(slots * 128, dtype=torch.float32)
-    start = torch.randn if accumulate else lambda *shape: unwritten(*shape, dtype=torch.float32)
-    dw, db = [start(rows, columns) for rows, columns, _ in LAYERS], [start(rows) for rows, _, _ in LAYERS]
-    before = [x.clone() for x in (*dw, *db)]
-    library = compiled(tmp_path, WEIGHTS, weights.macros(width, share, torch.bfloat16))
-    library.parts.restype = library.totals.restype = ctypes.c_char_p
-    maps = (Map * 6)(*[rows_map(t, 64) for pair in zip(dy, x, strict=True) for t in pair])
-    pointer = lambda t: ctypes.c_void_p(t.data_ptr())  # noqa: E731
-    pointers = lambda ts: (ctypes.c_void_p * len(ts))(*[t.data_ptr() for t in ts])  # noqa: E731
-    grid = share * len(work)
-    outputs = pointer(parts), pointer(sums)
-    assert library.parts(maps, pointer(schedule), longest, *outputs, grid, 5, int(late), share) is None
-    numbers = (ctypes.c_int * 6)(*[rows for rows, _, _ in LAYERS], *[columns for _, columns, _ in LAYERS])
-    assert (
-        library.totals(
-            pointer(tile_table), pointer(parts), pointer(sums), pointers(dw), pointers(db), numbers, int(accumulate),
-            8 * len(tiles),
-        )
-        is None
-    )  # fmt: skip
-    for i, (_, _, bias) in enumerate(LAYERS):
-        product = dy[i].double().t() @ x[i].double()
-        close("dW", dw[i], product + (before[i].double() if accumulate else 0), 1e-5)
-        if bias:
-            close("db", db[i], dy[i].double().sum(0) + (before[3 + i].double() if accumulate else 0), 1e-5)
-        else:
-            assert torch.equal(db[i], before[3 + i]) or before[3 + i].isnan().all()
-
-
-@pytest.mark.parametrize(("programs", "share"), [(1, 1), (7, 2), (132, 1)])
-def test_weight_units_are_divided_once(programs: int, share: int) -> None:
-    work, tiles, slots = weights.divide([(768, 256, True), (256, 1024, False)], 128, 256, share, programs)
-    seen = [(*s[:3], block) for mine in work for s in mine for block in range(s[4], s[4] + s[5])]
-    assert len(seen) == len(set(seen)) == (6 + 8) * 128 // share
-    loads = [sum(s[5] for s in mine) for mine in work]
-    assert max(loads) - min(loads) <= 1
-    written = {
-        s[3] * share + half: (s[0], s[1] + 128 * half, s[2]) for mine in work for s in mine for half in range(share)
-    }
-    assert sorted(written) == list(range(slots))
-    read = [tile[3] + tile[6] * slot for tile in tiles for slot in range(tile[4])]
-    assert sorted(read) == list(range(slots))
-    for tile in tiles:
-        assert all(written[tile[3] + tile[6] * slot] == tile[:3] for slot in range(tile[4]))

@@ -18,9 +18,9 @@ static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens 
 static_assert(STAGING_BYTES >= SUMS_BYTES, "the join's sums are taken where a and du were staged");
 
 RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
-                  Barriers bar, const Place& me) {
+                  Barriers bar) {
   Ring ring(smem + RING, bar);
-  for (Tiles tiles(me, rows); tiles.valid(); tiles.advance()) {
+  for (Tiles tiles(rows); tiles.valid(); tiles.advance()) {
     for (int group = 0; group < 2; ++group) {
       barrier_wait(bar.rows_empty(group), (tiles.round & 1) ^ 1);
       barrier_expect(bar.rows_full(group), ROWS_BYTES);
@@ -28,9 +28,9 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
         copy_2d(smem + group * ROWS_BYTES + k * 8192, dz, 64 * k, tiles.tile * TILE_ROWS + 64 * group, bar.rows_full(group));
     }
     for (int chunk = first; chunk < last; ++chunk) {
-      for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, down, 64 * k, 128 * chunk, me);
+      for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, down, 64 * k, 128 * chunk);
       for (int k = 0; k < 2; ++k)
-        for (int half = 0; half < HALVES; ++half) fetch_columns(ring, up, 128 * chunk + 64 * k, 128 * half, me);
+        for (int half = 0; half < HALVES; ++half) fetch_columns(ring, up, 128 * chunk + 64 * k, 128 * half);
     }
   }
 }
@@ -150,7 +150,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
   Ring ring(smem + RING, bar);
   const u32 rows = smem + me.group * ROWS_BYTES, staging = smem + STAGING + me.group * STAGING_BYTES;
   if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
-  for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
+  for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
     const int row = tiles.tile * TILE_ROWS + 64 * me.group;
     float dh[HALVES][64];
@@ -179,7 +179,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
     }
     if (me.lane == 0) {
       if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
-      else remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+      else remote_arrive(bar.may_send(me.group), me.peer());
     }
     Ahead ahead;
     ahead.load(join, row + first_row(me), me);
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar, me);
+    if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,

@@ -10,17 +10,16 @@ using namespace rl;
 constexpr int RING = 0, EXCHANGE = STAGES * SLOT_BYTES, BRANCH_SUMS = EXCHANGE + (SPLIT == 2 ? 2 * EXCHANGE_BYTES : 0);
 constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? 2 * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
-RL_D void produce(const TensorMap* x, const TensorMap* weight, int rows, int first, int last, u32 smem, Barriers bar,
-                  const Place& me) {
+RL_D void produce(const TensorMap* x, const TensorMap* weight, int rows, int first, int last, u32 smem, Barriers bar) {
   Ring ring(smem + RING, bar);
-  for (Tiles tiles(me, rows); tiles.valid(); tiles.advance())
+  for (Tiles tiles(rows); tiles.valid(); tiles.advance())
     for (int k = first; k < last; ++k) {
       ring.begin();
       copy_2d(ring.address(), x, 64 * k, tiles.tile * TILE_ROWS, bar.full(ring.slot));
       ring.advance();
       for (int half = 0; half < HALVES; ++half) {
-        if (BACKWARD) fetch_columns(ring, weight, 64 * k, 128 * half, me);
-        else fetch_owned_rows(ring, weight, 64 * k, 128 * half, me);
+        if (BACKWARD) fetch_columns(ring, weight, 64 * k, 128 * half);
+        else fetch_owned_rows(ring, weight, 64 * k, 128 * half);
       }
     }
 }
@@ -54,8 +53,8 @@ RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar
                   Finish finish) {
   Ring ring(smem + RING, bar);
   const u32 area = smem + EXCHANGE + me.group * EXCHANGE_BYTES;
-  for (Tiles tiles(me, join.rows); tiles.valid(); tiles.advance()) {
-    if (SPLIT == 2 && me.lane == 0) remote_arrive(bar.may_send(me.group), me.rank ^ 1);
+  for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
+    if (SPLIT == 2 && me.lane == 0) remote_arrive(bar.may_send(me.group), me.peer());
     const int row = tiles.tile * TILE_ROWS + 64 * me.group + first_row(me);
     float acc[HALVES][64], v[OWN_ROWS][LANE];
     load(ahead, row);
@@ -99,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = first + share < blocks ? first + share : blocks;
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&x, &w, rows, first, last, smem, bar, me);
+    if (threadIdx.x == 0) produce(&x, &w, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
     const Mask mask = Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample);

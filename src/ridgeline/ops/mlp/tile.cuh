@@ -1,22 +1,21 @@
 // What the kernels of this folder share: a block has 128 rows of the result, whole rows; one producer warp streams the
 // weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers.
 //
-// Macros: WIDTH (C: 128 or 256), STAGES (ring slots), and the blocks of a cluster:
-//   SPLIT 2: a pair divides the inner dimension of the same rows, exchanges half of its sums, and each finishes 64 rows;
-//   SHARE 2: two tiles (or pairs) share one stream of weights, each block fetching half of every slot for both.
+// Macros: WIDTH (C: 128 or 256), STAGES (ring slots), SPLIT: with 2, a pair of blocks (a cluster) divides the inner
+// dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows.
 #pragma once
 #include "access.cuh"
 #include "layout.cuh"
 
-#if SPLIT * SHARE > 1
-#define CLUSTER_DIMENSIONS __cluster_dims__(SPLIT * SHARE, 1, 1)
+#if SPLIT == 2
+#define CLUSTER_DIMENSIONS __cluster_dims__(2, 1, 1)
 #else
 #define CLUSTER_DIMENSIONS
 #endif
 
 namespace rl {
 
-constexpr int TILE_ROWS = 128, THREADS = 384, CLUSTER = SPLIT * SHARE;
+constexpr int TILE_ROWS = 128, THREADS = 384;
 constexpr int SLOT_BYTES = 128 * 128;              // 64 of K by 128 of the result's columns; or 128 rows by 64 of K
 constexpr int HALVES = WIDTH / 128;                // accumulators of 64 × 128 in a whole row
 constexpr int GROUPS = WIDTH / 32, LANE = WIDTH / 4;  // column groups; values of a row in a thread
@@ -25,30 +24,23 @@ constexpr int EXCHANGE_BYTES = 128 * LANE * 4;     // a warpgroup's
 
 struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
-  int split, share;       // this block in its cluster
-  u32 rank;
+  int split;              // this block in its pair
   RL_D static Place here() {
-    const u32 rank = CLUSTER > 1 ? cluster_rank() : 0;
-    return {static_cast<int>(threadIdx.x) / 128 - 1, static_cast<int>(threadIdx.x) / 32 % 4, static_cast<int>(threadIdx.x) % 32,
-            static_cast<int>(rank) % SPLIT, static_cast<int>(rank) / SPLIT, rank};
+    const int thread = threadIdx.x;
+    return {thread / 128 - 1, thread / 32 % 4, thread % 32, SPLIT == 2 ? static_cast<int>(cluster_rank()) : 0};
   }
   RL_D int thread() const { return 32 * warp + lane; }  // in the warpgroup
+  RL_D u32 peer() const { return split ^ 1; }
 };
 
-// The tiles of 128 rows that a block works on, one after another; every block of a cluster takes as many.
+// The tiles of 128 rows that a block (or pair) works on, one after another.
 struct Tiles {
-  int round, rounds, tile;
-  RL_D Tiles(const Place& me, int rows) {
-    const int clusters = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER;
-    const int sets = ceil_div(ceil_div(rows, TILE_ROWS), SHARE);
-    round = 0;
-    rounds = cluster < sets ? ceil_div(sets - cluster, clusters) : 0;
-    tile = cluster * SHARE + me.share;
-  }
-  RL_D bool valid() const { return round < rounds; }
+  int tile, count, round;
+  RL_D explicit Tiles(int rows) : tile(blockIdx.x / SPLIT), count(ceil_div(rows, TILE_ROWS)), round(0) {}
+  RL_D bool valid() const { return tile < count; }
   RL_D void advance() {
-    ++round;
     tile += gridDim.x / SPLIT;
+    ++round;
   }
 };
 
@@ -64,7 +56,7 @@ struct Barriers {
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full(i), 1);
-      barrier_init(empty(i), 8 * SHARE);
+      barrier_init(empty(i), 8);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(rows_full(i), 1);
@@ -78,9 +70,9 @@ struct Barriers {
 constexpr int BARRIER_BYTES = 512;
 static_assert(8 * (2 * STAGES + 8) <= BARRIER_BYTES, "barriers overflow");
 
-RL_D void tile_sync() {  // all threads of the cluster
+RL_D void tile_sync() {  // all threads of the block or pair
   sync_warp();
-  if (CLUSTER > 1) cluster_sync();
+  if (SPLIT == 2) cluster_sync();
   else sync_block();
 }
 
@@ -112,41 +104,27 @@ RL_D void end_turn(const Place& me) { named_arrive<256>(4 - me.group); }
 // Consumer: the slot `back` places before `ring`'s has been read.
 RL_D void release(const Ring& ring, int back, const Place& me) {
   const int slot = ring.slot >= back ? ring.slot - back : ring.slot - back + STAGES;
-  if (SHARE == 1) {
-    if (me.lane == 0) barrier_arrive(ring.bar.empty(slot));
-  } else if (me.lane < SHARE) {
-    remote_arrive(ring.bar.empty(slot), me.lane * SPLIT + me.split);
-  }
+  if (me.lane == 0) barrier_arrive(ring.bar.empty(slot));
 }
 
-RL_D void fetch_2d(u32 destination, const TensorMap* map, int x, int y, u32 barrier, const Place& me) {
-  if (SHARE == 1) copy_2d(destination, map, x, y, barrier);
-  else copy_2d_to(destination, map, x, y, barrier, static_cast<u16>((1 | 1 << SPLIT) << me.split));
-}
-// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 / SHARE rows × 64.
-RL_D void fetch_rows(Ring& ring, const TensorMap* map, int k, int row, const Place& me) {
-  constexpr int PART = 128 / SHARE;
+// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 rows × 64.
+RL_D void fetch_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
-  fetch_2d(ring.address() + me.share * PART * 128, map, k, row + me.share * PART, ring.bar.full(ring.slot), me);
+  copy_2d(ring.address(), map, k, row, ring.bar.full(ring.slot));
   ring.advance();
 }
-// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4 / SHARE, 4, 4, 2, 64].
-RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row, const Place& me) {
-  constexpr int PART = 4 / SHARE;
+// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4, 4, 4, 2, 64].
+RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
-  const u32 target = ring.address() + me.share * PART * 32 * 128, full = ring.bar.full(ring.slot);
-  const int first = row / 32 + me.share * PART;
-  if (SHARE == 1) copy_5d(target, map, k, 0, 0, 0, first, full);
-  else copy_5d_to(target, map, k, 0, 0, 0, first, full, static_cast<u16>((1 | 1 << SPLIT) << me.split));
+  copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
   ring.advance();
 }
 // A slot of 64 of K (the weight's rows k …) × 128 columns; the map's box is 64 × 64.
-RL_D void fetch_columns(Ring& ring, const TensorMap* map, int k, int column, const Place& me) {
+RL_D void fetch_columns(Ring& ring, const TensorMap* map, int k, int column) {
   ring.begin();
 #pragma unroll
   for (int panel = 0; panel < 2; ++panel)
-    if (SHARE == 1 || panel == me.share)
-      fetch_2d(ring.address() + panel * SLOT_BYTES / 2, map, column + 64 * panel, k, ring.bar.full(ring.slot), me);
+    copy_2d(ring.address() + panel * SLOT_BYTES / 2, map, column + 64 * panel, k, ring.bar.full(ring.slot));
   ring.advance();
 }
 
@@ -180,9 +158,8 @@ RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64]) 
 // warpgroup's exchange area in either block; the peer has said (may_send) that its own is free.
 RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u32 area, Barriers bar, u32 phase,
                    const Place& me) {
-  const u32 peer = me.rank ^ 1;
   barrier_wait_cluster(bar.may_send(me.group), phase);
-  const u32 there = remote_address(area, peer) + me.thread() * 16;
+  const u32 there = remote_address(area, me.peer()) + me.thread() * 16;
 #pragma unroll
   for (int i = 0; i < LANE; i += 4) {
     float out[4];
@@ -197,7 +174,7 @@ RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u
   }
   fence_cluster();
   sync_warp();
-  if (me.lane == 0) remote_arrive(bar.received(me.group), peer);
+  if (me.lane == 0) remote_arrive(bar.received(me.group), me.peer());
   barrier_wait_cluster(bar.received(me.group), phase);
 #pragma unroll
   for (int i = 0; i < LANE; i += 4) {

@@ -8,12 +8,7 @@ namespace rl {
 
 RL_D void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
 RL_D void fence_cluster() {}
-RL_D void copy_2d_to(u32 destination, const TensorMap* map, int x, int y, u32 barrier, u16 mask) {
-  for (u32 rank = 0; rank < 16; ++rank)
-    if (mask >> rank & 1) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
-}
-// The map's dimensions here are the four inner ones; the outermost has a pitch of four times the third's, and `unused`
-// begins with its box.
+// The map's dimensions are the four inner ones; the outermost, `outer_extent` long, has four times the third's pitch.
 RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier) {
   static std::deque<TensorMap> shifted;  // a copy reads its map when it ends
   const u32 outer = map->box[1] * map->box[2] * map->box[3] * map->box[0] * 2;
@@ -24,11 +19,6 @@ RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, in
     copy_4d(destination + n * outer, &shifted.back(), x, y, z, v, barrier);
   }
 }
-RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier, u16 mask) {
-  for (u32 rank = 0; rank < 16; ++rank)
-    if (mask >> rank & 1) copy_5d(remote_address(destination, rank), map, x, y, z, v, w, remote_address(barrier, rank));
-}
-
 RL_D uint4 load_here(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 RL_D uint4 load_stream(const uint4* pointer) { return *pointer; }
 RL_D u32 load_shared_u32(u32 address) { return shared<u32>(address); }
