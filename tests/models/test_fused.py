@@ -19,14 +19,17 @@ CONFIGS = {
     "one key/value head, RMSNorm, no biases": {
         "norm": "rmsnorm", "bias": False, "kv_heads": 1, "gelu": "tanh", "mlp_width": 40,
     },
+    "attention in tiles, grouped heads, relative, dropout": {
+        "heads": 2, "head_width": 16, "kv_heads": 1, "positions": "relative", "dropout": 0.2,
+    },
     "no positions, layer norm without bias, dropout": {"positions": "none", "bias": False, "dropout": 0.1},
 }  # fmt: skip
 
 
-def decoder(overrides: dict[str, object]) -> Decoder:
-    config = DecoderConfig(**{"layers": 2, "width": 24, "heads": 3, "context": 13, **overrides})  # type: ignore[arg-type]
+def decoder(overrides: dict[str, object], layers: int = 1) -> Decoder:
+    config = DecoderConfig(**{"layers": layers, "width": 24, "heads": 3, "context": 13, **overrides})  # type: ignore[arg-type]
     model = Decoder(config, impl="reference")
-    initialise(model, 2, seed=0)
+    initialise(model, layers, seed=0)
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases of 0 and scales of 1 would hide mistakes
@@ -50,7 +53,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_fp32_equals_the_reference_to_rounding(name: str) -> None:
-    model = decoder(CONFIGS[name])
+    model = decoder(CONFIGS[name], layers=2)
     generator = torch.Generator().manual_seed(2)
     x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
     exact = run(model, "reference", torch.float64, x, dy)
@@ -65,7 +68,7 @@ def test_bf16_error_is_at_most_one_and_a_half_times_pytorchs(name: str) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     generator = torch.Generator().manual_seed(2)
-    x, dy = (torch.randn(6, 13, 24, generator=generator).bfloat16().float() for _ in range(2))
+    x, dy = (torch.randn(4, 13, 24, generator=generator).bfloat16().float() for _ in range(2))
     exact = run(model, "reference", torch.float64, x, dy)
     fused = run(model, "fused", torch.bfloat16, x, dy)
     torch_bf16 = run(model, "reference", torch.bfloat16, x, dy)
@@ -81,7 +84,7 @@ def test_evaluation_draws_no_masks() -> None:
     torch.testing.assert_close(fused(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["relative, dropout, exact", "one key/value head, RMSNorm, no biases"])
 def test_sinks_receive_what_autograd_would(name: str) -> None:
     model = decoder(CONFIGS[name])
     generator = torch.Generator().manual_seed(2)

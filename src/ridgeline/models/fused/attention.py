@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class AttentionGradients(NamedTuple):
 
 
 class KernelAttention:
-    """The short-window kernels: saves the projection, the output and the log-sum-exp of each row."""
+    """The short-window kernels (CUDA C++, Hopper): saves the projection, the output and each row's log-sum-exp."""
 
     def __init__(self, config: DecoderConfig, shape: Shape, site: int) -> None:
         self.config, self.shape = config, shape
@@ -54,8 +54,8 @@ class KernelAttention:
         self.table_RD = table_RD
         self.mixed_NM = qkv_NQ.new_empty(s.N, c.heads * c.head_dim)
         self.lse_BHT = qkv_NQ.new_empty(s.B, c.heads, s.T, dtype=torch.float32)
-        out = self.mixed_NM.view(s.B, s.T, c.heads, c.head_dim)
-        short.forward(*self.heads, table_RD, out, self.lse_BHT, scale=self.scale, drop=self.drop)
+        out_BTHD = self.mixed_NM.view(s.B, s.T, c.heads, c.head_dim)
+        self._forward(out_BTHD)
         return self.mixed_NM
 
     def backward(self, dmixed_NM: Tensor, *, bias: bool) -> AttentionGradients:
@@ -64,18 +64,35 @@ class KernelAttention:
         dqkv_NQ = dmixed_NM.new_empty(s.N, c.qkv_width)
         gradients = split_heads(c, dqkv_NQ.view(s.B, s.T, -1))
         dtable_RD = None if self.table_RD is None else torch.empty_like(self.table_RD, dtype=torch.float32)
+        shaped = (s.B, s.T, c.heads, c.head_dim)
+        forward = (*self.heads, self.table_RD, self.mixed_NM.view(shaped), self.lse_BHT)
+        partials_PQ = self._backward((dmixed_NM.view(shaped), *forward, *gradients, dtable_RD), dqkv_NQ, bias)
+        return AttentionGradients(dqkv_NQ, dtable_RD, partials_PQ)
+
+    def _forward(self, out_BTHD: Tensor) -> None:
+        short.forward(*self.heads, self.table_RD, out_BTHD, self.lse_BHT, scale=self.scale, drop=self.drop)
+
+    def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
         q, k, _ = self.heads
         workspace = dqkv_NQ.new_empty(short.workspace_size(q, k, self.table_RD), dtype=torch.float32)
-        partials_PQ = None
-        if bias:
-            partials_PQ = workspace.new_empty(short.column_sum_rows(q), c.qkv_width)
-        shaped = (s.B, s.T, c.heads, c.head_dim)
-        short.backward(
-            dmixed_NM.view(shaped), *self.heads, self.table_RD, self.mixed_NM.view(shaped), self.lse_BHT,
-            *gradients, dtable_RD, workspace, scale=self.scale, drop=self.drop,
-            column_sums=partials_PQ,
-        )  # fmt: skip
-        return AttentionGradients(dqkv_NQ, dtable_RD, partials_PQ)
+        partials_PQ = workspace.new_empty(short.column_sum_rows(q), dqkv_NQ.shape[1]) if bias else None
+        short.backward(*tensors, workspace, scale=self.scale, drop=self.drop, column_sums=partials_PQ)  # type: ignore[misc, arg-type]
+        return partials_PQ
+
+
+class TiledAttention(KernelAttention):
+    """The portable Triton kernels: any window."""
+
+    def _forward(self, out_BTHD: Tensor) -> None:
+        from ridgeline.ops.attention import long  # imports Triton
+
+        long.forward(*self.heads, self.table_RD, out_BTHD, self.lse_BHT, scale=self.scale, drop=self.drop)
+
+    def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
+        from ridgeline.ops.attention import long  # imports Triton
+
+        long.backward(*tensors, scale=self.scale, drop=self.drop)
+        return dqkv_NQ.sum(0, keepdim=True, dtype=torch.float32) if bias else None
 
 
 class ReferenceAttention:
@@ -108,5 +125,6 @@ class ReferenceAttention:
 AttentionStep = KernelAttention | ReferenceAttention
 ATTENTION: dict[str, type[KernelAttention] | type[ReferenceAttention]] = {
     "cuda": KernelAttention,
+    "triton": TiledAttention,
     "reference": ReferenceAttention,
 }

@@ -8,7 +8,7 @@ import torch
 
 from ridgeline.models.config import DecoderConfig
 from ridgeline.ops import linear
-from ridgeline.ops.attention import short
+from ridgeline.ops.attention import api as attention
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
 
@@ -18,7 +18,7 @@ class Choices:
     """Implementations by part of the block.
 
     Attributes:
-        attention: "cuda" (short windows, Hopper) or "reference" (explicit, differentiated by autograd).
+        attention: "cuda" (short windows, Hopper), "triton" (any window) or "reference" (explicit, by autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
     """
@@ -28,14 +28,13 @@ class Choices:
     side_stream: bool
 
 
-def attention_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> str | None:
-    """Why the short-window kernels cannot serve this decoder, or None."""
-    probe = torch.empty(1, T, config.qkv_width, device=device, dtype=dtype)
-    q, k, v = split_heads(config, probe)
+def attention_missing(impl: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> str | None:
+    """Why an implementation of attention cannot serve this decoder, or None."""
+    q, k, v = split_heads(config, torch.empty(1, T, config.qkv_width, device=device, dtype=dtype))
     table = None
     if config.positions == "relative":
         table = torch.empty(config.table_rows, config.head_dim, device=device, dtype=dtype)
-    return short.unsupported(q, k, v, table)
+    return attention.available(impl, q, k, v, table)
 
 
 def split_heads(config: DecoderConfig, qkv_BTQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -49,10 +48,11 @@ def split_heads(config: DecoderConfig, qkv_BTQ: torch.Tensor) -> tuple[torch.Ten
 
 def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> Choices:
     """The fastest implementations that can run here, by measurement on an H200."""
-    fast_attention = attention_missing(config, device, dtype, T) is None
+    names = ("cuda", "triton", "reference")
+    attention_impl = next(name for name in names if attention_missing(name, config, device, dtype, T) is None)
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
     return Choices(
-        attention="cuda" if fast_attention else "reference",
+        attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         side_stream=device.type == "cuda" and B * T <= FEW_TOKENS,
     )
