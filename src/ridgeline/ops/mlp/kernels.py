@@ -1,6 +1,6 @@
 """Launching the Hopper kernels of this folder: forward.cu, backward.cu (the MLP and its joins) and project.cu.
 
-Where they pay, in µs on an H200 (in a graph, 4 sets of operands in turn) against the vendor's GEMMs with Triton's passes:
+Where they pay: µs on an H200, in a graph, operands in turn (in brackets the vendor's GEMMs with Triton's passes):
 
     8,192 rows, width 256                MLP forward   MLP backward   projection   its backward
     F 1,024, LayerNorm, biases            28 (33)       48 (45)        12 (11)      17 (18)
