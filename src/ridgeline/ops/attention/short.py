@@ -164,6 +164,14 @@ class _Workspace:
     def total(self) -> int:
         return self.table + self.carry + 2 * self.heads
 
+    def split(self, workspace: Tensor) -> tuple[Tensor, ...]:
+        """The parts as views: table, carry, and dK and dV by query head."""
+        if workspace.numel() < self.total or workspace.dtype != torch.float32:
+            raise UnsupportedError(
+                f"workspace must have {self.total} fp32 elements, got {workspace.numel()} of {workspace.dtype}"
+            )
+        return workspace[: self.total].split((self.table, self.carry, self.heads, self.heads))
+
 
 def _grouping(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
     """How gradients of shared keys are summed: 0 not shared, 1 by a second kernel, 2 within a thread block.
@@ -241,12 +249,7 @@ def backward(
     B, T, H, D = q_BTHD.shape
     G = k_BTGD.shape[2]
     grouping = _grouping(q_BTHD, k_BTGD)
-    parts = _workspace(q_BTHD, k_BTGD, table_RD)
-    if workspace.numel() < parts.total or workspace.dtype != torch.float32:
-        raise UnsupportedError(f"workspace must have {parts.total} fp32 elements, got {workspace.numel()}")
-    table, carry, dk_heads, dv_heads = workspace[: parts.total].split(
-        (parts.table, parts.carry, parts.heads, parts.heads)
-    )
+    table, carry, dk_heads, dv_heads = _workspace(q_BTHD, k_BTGD, table_RD).split(workspace)
     defines = _defines(q_BTHD, table_RD, drop) | {
         "RL_GROUPED": grouping,
         "RL_COLUMN_SUMS": int(column_sums is not None),
