@@ -141,7 +141,6 @@ def timings(names):
     for name in names:
         case = TIMES[name]; t = make(case); us = Ours(case, t); small = case[0] <= 32; m = graph if small else med
         r = {"fwd": m(us.fwd), "bwd": m(us.bwd), "bwds": m(lambda: us.bwd(True))}
-        if name in ("HAL-20M p=.2", "plain D64"):
         q, k, v = (x.transpose(1, 2).contiguous().requires_grad_() for x in t[:3]); do = t[4].transpose(1, 2).contiguous()
         if k.shape[1] != q.shape[1]: k, v = (x.detach().expand_as(q).contiguous().requires_grad_() for x in (k, v))
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
