@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ridgeline.bench.contenders import build_step, find_contender
+from ridgeline.bench.contenders import Contender, build_step, find_contender
 from ridgeline.bench.explain import ExplainResult, explain, preset_case
 from ridgeline.bench.kernel_map import EITHER, UNMAPPED, KernelMap
 from ridgeline.bench.nvml import monitor
@@ -277,22 +276,22 @@ def measure_preset(
     data = random_batch(work, device)
     torch.cuda.reset_peak_memory_stats(device)
 
-    def ready(run: Callable[[dict[str, Tensor]], object]) -> Callable[[], object]:
+    def ready(chosen: Contender) -> Callable[[], object]:
+        run = build_step(chosen, work, device)
         warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
         return lambda: run(data)
 
     try:
-        step = ready(build_step(contender, work, device))
+        step = ready(contender)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"batch={case.batch} does not fit {spec.name} under the engine {engine}; make the batch smaller"
-        ) from error
+        reason = f"batch={case.batch} does not fit {spec.name} under the engine {engine}; make the batch smaller"
+        raise ConfigError(reason) from error
     timing = summarise(time_steps(step, TIMED_STEPS, device))
     peak = torch.cuda.max_memory_allocated(device)
     kernels = read_trace(profile(step, steps))
     used = occupation(kernels)
     if contender.capture:
-        step = ready(build_step(replace(contender, capture=False), work, device))
+        step = ready(replace(contender, capture=False))
         kernels = read_trace(profile(step, steps))
     rows, unmapped = tabulate(kernels, explained, steps, case.model)
     return MeasureResult(
