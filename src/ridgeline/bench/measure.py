@@ -243,6 +243,16 @@ def current_ceilings() -> Ceilings:
     return ceilings
 
 
+def _explain_here(preset: str, batch: int | None, context: int | None, precision: str | None) -> ExplainResult:
+    if not torch.cuda.is_available():
+        raise UnsupportedError("--measure profiles real steps on a CUDA card, and there is none here; leave it out")
+    spec, ceilings = resolve(None), current_ceilings()
+    case = preset_case(
+        preset, spec, batch=batch, context=context, precision=precision, accumulation=1, measured=not spec.tflops
+    )
+    return explain(case, spec, ceilings=ceilings)
+
+
 def measure_preset(
     preset: str,
     *,
@@ -264,13 +274,8 @@ def measure_preset(
         ConfigError, UnsupportedError: unknown names, no CUDA card, a batch that does not fit.
     """
     contender = find_contender(engine)
-    if not torch.cuda.is_available():
-        raise UnsupportedError("--measure profiles real steps on a CUDA card, and there is none here; leave it out")
-    spec, ceilings = resolve(None), current_ceilings()
-    case = preset_case(
-        preset, spec, batch=batch, context=context, precision=precision, accumulation=1, measured=not spec.tflops
-    )
-    explained = explain(case, spec, ceilings=ceilings)
+    explained = _explain_here(preset, batch, context, precision)
+    case, spec = explained.case, explained.spec
     work = Workload(name=preset, model=case.model, batch=case.batch, context=case.context, precision=case.precision)
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_batch(work, device)
