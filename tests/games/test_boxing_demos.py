@@ -1,7 +1,9 @@
 """Demonstrations: recorded, kept small, replayed to the byte, never with an evaluation seed."""
 
+import contextlib
 import dataclasses
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -132,7 +134,7 @@ def test_generation_restarts_where_it_was_interrupted(tmp_path):
     assert [game.level for game in again] == [0, 1, 0]
     for one, other in zip(first, again, strict=False):
         equal(one, other)
-    assert len(read_lines(path)) == 3
+    assert path.read_bytes().count(b"\n") == len(read_lines(path)) == 3
     with pytest.raises(DataError, match="another expert"):
         generate(path, range(4), Scripted(), processes=1)
 
@@ -143,3 +145,90 @@ def test_generation_takes_no_evaluation_seed_and_no_foreign_file(tmp_path):
     (tmp_path / "b.jsonl").write_text("hello\n")
     with pytest.raises(DataError, match="not a file of demonstrations"):
         generate(tmp_path / "b.jsonl", [1], PLAYER, processes=1)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a user's text, first line\nand a last one without an end",
+        b"dear diary",
+        b'{"a": 1}',
+        b"3\n",
+        b'"ab"\n',
+        b'{"a": 1}\n{"a": ',
+        b'{"a": ',
+        b"[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("after", ["nothing", "games"])
+def test_a_foreign_file_stays_as_it_is(games, tmp_path, content, after):
+    path = tmp_path / "mine.jsonl"
+    before = b"" if after == "nothing" else json.dumps(to_json(games[0])).encode() + b"\n"
+    path.write_bytes(before + content)
+    with pytest.raises(DataError, match=r"mine.jsonl is not a file of demonstrations \(line .*choose another file"):
+        read_lines(path)
+    with pytest.raises(DataError, match="is not a file of demonstrations"):
+        generate(path, [1, 2], PLAYER, processes=1)
+    assert path.read_bytes() == before + content
+
+
+def test_reading_keeps_a_last_line_that_is_cut_off_or_has_no_end(games, tmp_path):
+    path, line = tmp_path / "games.jsonl", json.dumps(to_json(games[0])).encode()
+    for content, count in ((line, 1), (line + b"\n" + line, 2), (line + b"\n" + line[:-9], 1), (b"", 0)):
+        path.write_bytes(content)
+        assert len(read_lines(path)) == count
+        assert path.read_bytes() == content
+    assert generate(path, [], PLAYER, processes=1) == []
+    assert path.read_bytes() == b""
+    path.write_bytes(line[:-9])  # no whole game vouches for what this file is
+    with pytest.raises(DataError, match="is not a file of demonstrations"):
+        generate(path, [1], PLAYER, processes=1)
+    assert path.read_bytes() == line[:-9]
+
+
+def test_a_last_line_without_an_end_gets_one_before_the_next_game(games, tmp_path):
+    path, line = tmp_path / "games.jsonl", json.dumps(to_json(games[0])).encode()
+    path.write_bytes(line)
+    assert [game.seed for game in generate(path, [1], PLAYER, processes=1)] == [1, 7]
+    assert path.read_bytes().startswith(line + b"\n{")
+    assert len(read_lines(path)) == 2
+
+
+def test_the_file_is_refused_before_anything_is_played(tmp_path):
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "text").write_text("dear diary")
+    for path, words in (
+        (tmp_path / "text", "let its name end in .jsonl"),
+        (tmp_path / "text" / "in.jsonl", "cannot write .*choose another file"),
+        (tmp_path / "folder.jsonl", "is not a file; choose another one"),
+        (tmp_path / ("x" * 300 + ".jsonl"), "File name too long; choose another file"),
+    ):
+        with pytest.raises(DataError, match=words):
+            generate(path, [1], PLAYER, processes=1)
+    assert (tmp_path / "text").read_text() == "dear diary"
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """A disk that is full beyond so many bytes a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_keeps_the_whole_games(games, tmp_path):
+    path, line = tmp_path / "games.jsonl", json.dumps(to_json(games[0])).encode() + b"\n"
+    path.write_bytes(line)
+    with files_of_at_most(len(line) + 100), pytest.raises(DataError, match=r"cannot write .*free space and call"):
+        generate(path, [1], PLAYER, processes=1)
+    assert path.read_bytes() == line
+
+
+def test_an_action_that_does_not_exist_is_damage(games):
+    labels = games[0].labels.copy()
+    labels[3] = len(CONTROLLERS)
+    with pytest.raises(DataError, match="seed 7 is damaged"):
+        dataclasses.replace(games[0], labels=labels)

@@ -101,6 +101,8 @@ class Demonstration:
 
     def __post_init__(self) -> None:
         _check_seed(self.seed)
+        if max(self.labels.max(initial=0), self.executed.max(initial=0)) >= len(CONTROLLERS):
+            raise DataError(f"the demonstration of seed {self.seed} is damaged (an unknown action); generate it again")
 
     def provenance(self) -> dict[str, Any]:
         """All but the actions, as JSON can hold it."""
@@ -191,14 +193,14 @@ def from_json(content: dict[str, Any]) -> Demonstration:
     Raises:
         DataError: something is missing or damaged.
     """
-    content = dict(content)
     try:
+        content = dict(content)
         count = content.pop("decisions")
         both = np.frombuffer(decompress(base64.b85decode(content.pop("actions"))), np.uint8).reshape(2, count)
         own = {name: content.pop(name) for name in ("seed", "level", "dealt", "taken", "checksum")}
         return Demonstration(origin=Origin.from_dict(content), labels=both[0], executed=both[0] ^ both[1], **own)
     except (KeyError, TypeError, ValueError, lzma.LZMAError) as error:
-        raise DataError(f"not a demonstration ({error}); generate it again") from error
+        raise DataError(f"not a demonstration ({error})") from error
 
 
 def compress(content: bytes) -> bytes:
