@@ -212,12 +212,27 @@ def _read_header(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint of the run") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or not header.keys() >= REQUIRED:
         raise CheckpointError(f"{folder} is not a ridgeline checkpoint; give the folder of one")
+    if not _well_formed(header):
+        raise CheckpointError(f"{file} is damaged; use another checkpoint of the run")
     if header["schema"] > SCHEMA:
         raise CheckpointError(
             f"{folder} was written by ridgeline {header['package']} (checkpoint schema {header['schema']}, this "
             f"version reads {SCHEMA}); upgrade ridgeline"
         )
     return header
+
+
+def _well_formed(header: Mapping[str, Any]) -> bool:
+    """Whether a header's fields are of their kinds and the tensors lie in the checkpoint's own folder."""
+    schema, entry = header["schema"], header["tensors"]
+    if type(schema) is not int or not isinstance(header["package"], str) or not isinstance(header["meta"], dict):
+        return False
+    if schema > SCHEMA:
+        return True  # of a later form, which is for a later version to judge
+    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+        return False
+    file, digest = entry.get("file"), entry.get("sha256")
+    return isinstance(file, str) and isinstance(digest, str) and Path(file).name == file and file not in ("", "..")
 
 
 def _plain(value: object) -> Any:

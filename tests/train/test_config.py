@@ -12,7 +12,10 @@ from ridgeline.train.settings import from_dict, override, read_toml, to_dict, to
     ("values", "message"),
     [
         ({"batch": 0}, "batch must be at least 1"),
-        ({"accumulation": 3}, "accumulation=3 does not divide batch=4"),
+        (
+            {"accumulation": 3},
+            "accumulation=3, which tiny sets unless you do, does not divide batch=4; set accumulation=1",
+        ),
         ({"steps": None}, "exactly one of steps, tokens and minutes, got none"),
         ({"minutes": 1.0}, "exactly one of steps, tokens and minutes, got steps, minutes"),
         ({"steps": 0}, "steps must be positive"),

@@ -19,7 +19,7 @@ from ridgeline.presets import PRESETS, preset
 from ridgeline.train import TrainConfig, TrainResult, resume, train
 from ridgeline.train.config import STOPS
 from ridgeline.train.settings import override, read_toml
-from ridgeline.train.state import LAST, config_of
+from ridgeline.train.state import LAST, config_to_resume
 
 # inputs and outputs belong to the data, a name to its preset
 HIDDEN = ("preset", *(f"model.{name}" for name in ("vocabulary", "heads", "categories", "numbers", "previous")))
@@ -83,12 +83,12 @@ def _base(peeked: argparse.Namespace, named: str | None, *, helping: bool) -> Tr
     if peeked.resume:
         if peeked.init_from or peeked.config:
             raise ConfigError("--resume goes on with a run's own settings and weights; drop --init-from and --config")
-        base = config_of(checkpoint.load(checkpoint.find(peeked.resume, prefer=LAST)))
+        base = config_to_resume(checkpoint.load(checkpoint.find(peeked.resume, prefer=LAST)))
         if named and named != base.preset:
             raise ConfigError(f"the run in {peeked.resume} is of {base.preset}, not {named}; name that or none")
         return base
     values = read_toml(peeked.config) if peeked.config else {}
-    name = named or values.pop("preset", None)
+    name = named if named is not None else values.get("preset")
     if name is None:
         if helping:
             return preset(next(iter(PRESETS)))

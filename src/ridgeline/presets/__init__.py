@@ -26,6 +26,8 @@ def preset(name: str) -> TrainConfig:
     Raises:
         ConfigError: there is none; says which are near.
     """
+    if not isinstance(name, str):  # a file of settings can hold anything
+        raise ConfigError(f'preset must be a name in quotes, such as "{next(iter(PRESETS))}", got {name!r}')
     if name not in PRESETS:
         raise ConfigError(nearest(name, PRESETS, "preset"))
     return PRESETS[name]()

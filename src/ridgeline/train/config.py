@@ -95,8 +95,13 @@ class TrainConfig:
         for name in ("batch", "accumulation", "eval_interval", "checkpoint_interval"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.batch >= 2**32:
+            raise ConfigError(f"batch must be below 2^32, got {self.batch}; lower --batch")
         if self.batch % self.accumulation:
-            raise ConfigError(f"accumulation={self.accumulation} does not divide batch={self.batch}; change one")
+            raise ConfigError(
+                f"accumulation={self.accumulation}, which {self.preset} sets unless you do, does not divide "
+                f"batch={self.batch}; set accumulation={math.gcd(self.accumulation, self.batch)} or change the batch"
+            )
         if self.eval_windows < 0:
             raise ConfigError(f"eval_windows must be 0 (all) or more, got {self.eval_windows}")
         if not 0 <= self.seed < 2**63:

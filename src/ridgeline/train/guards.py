@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+import torch
+
 from ridgeline.errors import RidgelineError
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # how PyTorch's RuntimeErrors put it
 
 
 class DivergedError(RidgelineError):
@@ -24,6 +31,45 @@ class DivergedError(RidgelineError):
             "kept: resume from it or lower optimizer.lr"
         )
         self.step = step
+
+
+class OutOfMemoryError(RidgelineError):
+    """What was asked for does not fit the memory of the device or of the machine."""
+
+
+@contextmanager
+def enough_memory(cure: str) -> Iterator[None]:
+    """Turns the several errors of a device or machine without enough memory into one sentence.
+
+    Args:
+        cure: what makes the work smaller.
+
+    Raises:
+        OutOfMemoryError: inside the `with` block NumPy, PyTorch on the CPU or CUDA got no memory.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # PyTorch's own OutOfMemoryError is a RuntimeError
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and (isinstance(error, RidgelineError) or not any(words in str(error) for words in NO_MEMORY)):
+            raise
+        raise OutOfMemoryError(f"there is not enough memory; {cure}") from error
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns what the operating system says inside the `with` block into one sentence about a run's folder.
+
+    Raises:
+        RidgelineError: a file could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RidgelineError(
+            f"cannot write to the run's folder {folder} ({error.strerror or error}); free space or choose another "
+            "folder: the last checkpoint, where there is one, is kept"
+        ) from error
 
 
 class Interrupt:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ridgeline.optim import learning_rate
 from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, make_step
-from ridgeline.train.guards import Interrupt
+from ridgeline.train.guards import Interrupt, enough_memory
 from ridgeline.train.meter import mfu_meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, amount, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
@@ -30,6 +31,7 @@ from ridgeline.train.state import Progress
 from ridgeline.train.validate import validate
 
 READ_SECONDS = 0.25  # between looks at the device's numbers: each look waits for it
+SMALLER = "lower --batch or raise --accumulation, or take a smaller model"
 READ_STEPS = 512  # at most so many steps between looks; a step keeps the numbers of the last 1,024
 
 
@@ -88,11 +90,18 @@ def train(config: TrainConfig, *, init_from: str | Path | None = None, console: 
     config = resolve(config, data)
     saved = None if init_from is None else checkpoint.load(checkpoint.find(init_from, prefer=state.BEST))
     if saved is not None:
-        checkpoint.check_config(saved.meta.get("config", {}).get("model"), to_dict(config.model), "model")
-    run = _Run(config, data, console or Console(stderr=True))
-    if saved is not None:
-        state.load_weights(saved, run.model)
-    return run.go(state.open_folder(config), fresh=True)
+        checkpoint.check_config(state.settings_of(saved).get("model"), to_dict(config.model), "model")
+    with enough_memory(SMALLER):
+        run = _Run(config, data, console or Console(stderr=True))
+        if saved is not None:
+            state.load_weights(saved, run.model)
+        folder = state.open_folder(config)
+        try:
+            return run.go(folder, fresh=True)
+        except BaseException:
+            if run.progress.step == 0:  # nothing was trained, and what there is could not be gone on with
+                state.discard(folder)
+            raise
 
 
 def resume(path: str | Path, config: TrainConfig | None = None, *, console: Console | None = None) -> TrainResult:
@@ -110,15 +119,16 @@ def resume(path: str | Path, config: TrainConfig | None = None, *, console: Cons
         ConfigError: the run is complete.
     """
     saved = checkpoint.load(checkpoint.find(path, prefer=state.LAST))
-    config = config or state.config_of(saved)
+    config = config or state.config_to_resume(saved)
     data = load_dataset(config.data)
     config = resolve(config, data)
     state.check_resumable(saved, config)
-    run = _Run(config, data, console or Console(stderr=True))
-    run.restore(saved)
-    if run.complete:
-        raise ConfigError(f"the run in {saved.path.parent} is complete at step {run.progress.step}; lengthen it")
-    return run.go(saved.path.parent, fresh=False)
+    with enough_memory(SMALLER):
+        run = _Run(config, data, console or Console(stderr=True))
+        run.restore(saved)
+        if run.complete:
+            raise ConfigError(f"the run in {saved.path.parent} is complete at step {run.progress.step}; lengthen it")
+        return run.go(saved.path.parent, fresh=False)
 
 
 class _Run:
@@ -177,9 +187,10 @@ class _Run:
                 interrupted = interrupt.asked and not self.complete
                 self._finish(interrupted=interrupted)
         finally:
-            self.file.close()
-            for tracker in self.trackers:
-                tracker.close()
+            with ExitStack() as closing:  # each is closed, also where closing another fails
+                closing.callback(self.file.close)
+                for tracker in self.trackers:
+                    closing.callback(tracker.close)
         spent = self.progress.seconds - seconds
         return TrainResult(config, folder, self.progress, spent, self.progress.tokens - tokens, interrupted)
 

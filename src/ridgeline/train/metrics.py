@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ridgeline.errors import require
+from ridgeline.errors import RidgelineError, require
+from ridgeline.train.guards import writing
 
 FILE = "metrics.jsonl"
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
@@ -90,33 +91,56 @@ def make_trackers(names: tuple[str, ...], folder: Path, step: int, settings: Map
 
 
 class MetricsFile:
-    """metrics.jsonl of a run; opening it drops the records of steps after `step`, which a resumed run does again."""
+    """metrics.jsonl of a run; opening it drops the records of steps after `step`, which a resumed run does again.
+
+    Every method raises RidgelineError where the disk takes no more.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
         file = folder / FILE
         kept = [record for record in read_metrics(folder) if record["step"] <= step] if file.exists() else []
         aside = folder / f"{FILE}.partial"
-        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(aside, file)
-        self._stream = file.open("a", encoding="utf-8")
+        with writing(folder):
+            aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+            os.replace(aside, file)
+            self._stream = file.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record; `flush` hands it to the operating system."""
-        self._stream.write(json.dumps(record) + "\n")
+        with writing(self._folder):
+            self._stream.write(json.dumps(record) + "\n")
 
     def flush(self) -> None:
         """After this the records survive the process."""
-        self._stream.flush()
+        with writing(self._folder):
+            self._stream.flush()
 
     def close(self) -> None:
         """Flush and close."""
-        self._stream.close()
+        with writing(self._folder):
+            self._stream.close()
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of a run, without a last line that was cut off."""
-    lines = (Path(folder) / FILE).read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The records of a run, without a last line that was cut off.
+
+    Raises:
+        RidgelineError: a line is no record.
+    """
+    file = Path(folder) / FILE
+    lines = file.read_bytes().splitlines(keepends=True)
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith(b"\n"):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise RidgelineError(f"line {number} of {file} is no record of a run; repair the file or move it away")
+            records.append(record)
+    return records
 
 
 class LiveLine:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ridgeline import checkpoint
 from ridgeline.checkpoint import Checkpoint
-from ridgeline.data.text import Vocabulary
+from ridgeline.data.text import KINDS, Vocabulary
 from ridgeline.errors import CheckpointError, ConfigError
 from ridgeline.models import LanguageConfig, LanguageModel
 from ridgeline.train.engines import find_device
-from ridgeline.train.state import BEST, config_of, load_weights
+from ridgeline.train.guards import enough_memory
+from ridgeline.train.state import BEST, config_of, damaged, load_weights
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ def sample(
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
     if top_k < 0:
         raise ConfigError(f"top_k must be 0 (all) or more, got {top_k}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be in [0, 2^63), got {seed}")
     where = find_device(device)
     saved = checkpoint.load(checkpoint.find(path, prefer=BEST))
     model, vocabulary = load_language_model(saved)
@@ -76,7 +79,8 @@ def sample(
     given = vocabulary.encode(prompt) or [0]
     generator = torch.Generator(where).manual_seed(seed)
     started = time.perf_counter()
-    ids = continue_tokens(model, torch.tensor(given, device=where), tokens, temperature, top_k, generator)
+    with enough_memory("lower --tokens, or use --device cpu"):
+        ids = continue_tokens(model, torch.tensor(given, device=where), tokens, temperature, top_k, generator)
     seconds = time.perf_counter() - started
     return Sample(prompt, vocabulary.decode(ids.tolist()), tokens, seconds, saved.path)
 
@@ -92,7 +96,20 @@ def load_language_model(saved: Checkpoint) -> tuple[LanguageModel, Vocabulary]:
         raise CheckpointError(f"{saved.path} is no language model; a policy is judged by `ridgeline play`")
     model = LanguageModel(config, seed=0)
     load_weights(saved, model)
-    return model, Vocabulary.from_dict(saved.meta["vocabulary"])
+    return model, _vocabulary(saved, config.vocabulary)
+
+
+def _vocabulary(saved: Checkpoint, size: int) -> Vocabulary:
+    try:
+        vocabulary = Vocabulary.from_dict(saved.meta["vocabulary"])
+    except TypeError as error:
+        raise damaged(saved, "vocabulary") from error
+    sizes = {"bytes": 256, "characters": len(vocabulary.characters) if isinstance(vocabulary.characters, str) else 0}
+    # a model over the ids of an unknown tokenizer may know more of them than its text held
+    known = vocabulary.kind == "tokens" and type(vocabulary.size) is int and vocabulary.size <= size
+    if not known and not (vocabulary.kind in KINDS and vocabulary.size == size == sizes.get(vocabulary.kind)):
+        raise damaged(saved, "vocabulary")
+    return vocabulary
 
 
 @torch.inference_mode()
@@ -119,4 +136,6 @@ def _choose(logits_V: Tensor, temperature: float, top_k: int, generator: torch.G
     if 0 < top_k < len(logits_V):
         least = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
-    return torch.multinomial((logits_V / temperature).softmax(-1), 1, generator=generator)[0]
+    # the largest logit at 0 and a temperature that float32 holds: a small one then makes the others −inf, and no NaN
+    scaled_V = (logits_V - logits_V.max()) / max(temperature, torch.finfo(torch.float32).tiny)
+    return torch.multinomial(scaled_V.softmax(-1), 1, generator=generator)[0]

@@ -139,9 +139,10 @@ def _convert_union(kinds: Sequence[Any], value: Any, path: str) -> Any:
         if value is None or value == NONE:
             return None
         kinds = [kind for kind in kinds if kind is not type(None)]
-    if isinstance(value, Mapping):  # the config whose settings the keys resemble most
-        shared = [len(value.keys() & {f.name for f in dataclasses.fields(kind)}) for kind in kinds]
-        return _convert(kinds[shared.index(max(shared))], value, path)
+    configs = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    if configs and isinstance(value, Mapping):  # the config whose settings the keys resemble most
+        shared = [len(value.keys() & {f.name for f in dataclasses.fields(kind)}) for kind in configs]
+        return _convert(configs[shared.index(max(shared))], value, path)
     return _convert(kinds[0], value, path)
 
 

@@ -7,6 +7,8 @@ RUN/last, RUN/best   checkpoints: of the last step saved, and of the lowest vali
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +22,14 @@ from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.games import GameData
 from ridgeline.data.loader import Batches
 from ridgeline.data.text import TextData
-from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.errors import CheckpointError, ConfigError, RidgelineError
 from ridgeline.train.config import AUTO, STOPS, TrainConfig
+from ridgeline.train.guards import writing
 from ridgeline.train.settings import from_dict, to_dict, to_toml
 from ridgeline.train.step import Step
 
 LAST, BEST = "last", "best"
+CONFIG = "config.toml"
 FREE = {*STOPS, "data", "eval_interval", "eval_windows", "checkpoint_interval", "track", "engine", "device", "out"}
 
 
@@ -59,7 +63,7 @@ def open_folder(config: TrainConfig) -> Path:
     if config.out != AUTO:
         folder = Path(config.out)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(f"{folder} exists; choose another --out, or go on with the run by --resume {folder}")
+            raise ConfigError(_taken(folder))
         _make(folder, exist_ok=True)
     else:
         number = 1
@@ -72,6 +76,15 @@ def open_folder(config: TrainConfig) -> Path:
     return folder
 
 
+def _taken(folder: Path) -> str:
+    """Why a run cannot start in what exists, and what to do about it."""
+    if any((folder / name / checkpoint.HEADER).is_file() for name in (LAST, BEST)):
+        return f"{folder} exists; choose another --out, or go on with the run by --resume {folder}"
+    if (folder / CONFIG).is_file():
+        return f"{folder} holds a run that was killed before its first checkpoint; choose another --out or delete it"
+    return f"{folder} exists and holds no run; choose another --out"
+
+
 def _make(folder: Path, *, exist_ok: bool) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
@@ -80,8 +93,20 @@ def _make(folder: Path, *, exist_ok: bool) -> None:
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:
-    """Save the resolved config beside the run."""
-    (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    """Save the resolved config beside the run.
+
+    Raises:
+        RidgelineError: it cannot be written; one that is there stays.
+    """
+    aside = folder / f"{CONFIG}.partial"
+    with writing(folder):
+        aside.write_text(to_toml(config), encoding="utf-8")
+        os.replace(aside, folder / CONFIG)
+
+
+def discard(folder: Path) -> None:
+    """Empty the folder of a run that ended before its first step, and remove it: `open_folder` found it empty."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def save(
@@ -127,14 +152,46 @@ def restore(saved: Checkpoint, config: TrainConfig, model: nn.Module, step: Step
         CheckpointError: it lacks what a run needs.
         DataError: the data is another one.
     """
+    progress = progress_of(saved)
     load_weights(saved, model)
-    step.load_state_dict(saved.group("optimizer"))
-    batches.load_state_dict(saved.meta["data"])
-    state = saved.group("rng")
-    torch.set_rng_state(state["cpu"])
-    if config.device.startswith("cuda") and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], config.device)
+    try:
+        step.load_state_dict(saved.group("optimizer"))
+        batches.load_state_dict(saved.meta["data"])
+        state = saved.group("rng")
+        torch.set_rng_state(state["cpu"])
+        if config.device.startswith("cuda") and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], config.device)
+    except RidgelineError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise damaged(saved, f"the state of the optimizer, of the data or of the generators ({error})") from error
+    return progress
+
+
+def progress_of(saved: Checkpoint) -> Progress:
+    """How far the run of a checkpoint was.
+
+    Raises:
+        CheckpointError: it does not say.
+    """
+    for name in ("step", "tokens", "threads"):
+        if type(saved.meta.get(name)) is not int or saved.meta[name] < 0:
+            raise damaged(saved, f"{name} (a whole number)")
+    if not _is_number(saved.meta.get("seconds")):
+        raise damaged(saved, "seconds (a number)")
+    for name in ("train_loss", "val_loss", "best_loss"):
+        if name not in saved.meta or not (saved.meta[name] is None or _is_number(saved.meta[name])):
+            raise damaged(saved, f"{name} (a number or null)")
     return Progress(**{name: saved.meta[name] for name in vars(Progress())})
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def damaged(saved: Checkpoint, what: str) -> CheckpointError:
+    """The error of a checkpoint in which `what` is missing or is not what it should be."""
+    return CheckpointError(f"{saved.path} lacks or garbles {what}; use another checkpoint of the run")
 
 
 def load_weights(saved: Checkpoint, model: nn.Module) -> None:
@@ -151,18 +208,39 @@ def load_weights(saved: Checkpoint, model: nn.Module) -> None:
         ) from error
 
 
-def config_of(saved: Checkpoint) -> TrainConfig:
-    """The config of the run that wrote a checkpoint.
+def settings_of(saved: Checkpoint) -> dict[str, Any]:
+    """The config of the run that wrote a checkpoint, as it was saved.
 
     Raises:
-        CheckpointError: no training run wrote it.
+        CheckpointError: no training run wrote it, or it is damaged.
+    """
+    if "config" not in saved.meta:
+        raise CheckpointError(f"{saved.path} says nothing of its config; use one that a run wrote")
+    settings = saved.meta["config"]
+    if not isinstance(settings, dict):
+        raise damaged(saved, "config (a table of settings)")
+    return settings
+
+
+def config_of(saved: Checkpoint, cure: str = "use a checkpoint that this version of ridgeline wrote") -> TrainConfig:
+    """The config of the run that wrote a checkpoint.
+
+    Args:
+        saved: the checkpoint.
+        cure: what helps where the settings are those of another version.
+
+    Raises:
+        CheckpointError: no training run wrote it, or this version has other settings.
     """
     try:
-        return from_dict(saved.meta["config"])
-    except KeyError as error:
-        raise CheckpointError(f"{saved.path} says nothing of its {error}; use one that a run wrote") from error
+        return from_dict(settings_of(saved))
     except ConfigError as error:
-        raise CheckpointError(f"no run can go on from {saved.path} ({error}); use --init-from") from error
+        raise CheckpointError(f"the settings in {saved.path} cannot be used: {error}; {cure}") from error
+
+
+def config_to_resume(saved: Checkpoint) -> TrainConfig:
+    """`config_of`, for a run that is to go on."""
+    return config_of(saved, "start a new run from its weights with --init-from")
 
 
 def check_resumable(saved: Checkpoint, config: TrainConfig) -> None:
@@ -175,4 +253,4 @@ def check_resumable(saved: Checkpoint, config: TrainConfig) -> None:
     def bound(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key not in FREE}
 
-    checkpoint.check_config(bound(saved.meta["config"]), bound(to_dict(config)))
+    checkpoint.check_config(bound(settings_of(saved)), bound(to_dict(config)))
