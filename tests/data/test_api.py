@@ -56,7 +56,7 @@ def test_a_text_can_be_prepared_in_each_way(tmp_path):
 def test_an_existing_folder_stays(tmp_path):
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match="out exists; delete it or choose another folder"):
+    with pytest.raises(DataError, match="out exists; choose another folder"):
         api.prepare_text(tmp_path / "a.txt", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
@@ -130,3 +130,30 @@ def test_the_own_standard_library_is_large_and_the_same_twice():
     assert (first == second).all()
     assert Path(os.__file__).read_bytes() in first.tobytes()
     assert sys.version.split()[0] in sources.pystdlib_source()
+
+
+def test_no_name_and_impossible_ones_are_refused(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    too_long = "x" * 300
+    for call, words in (
+        (lambda: api.load_dataset(""), "the name of the data is empty; give"),
+        (lambda: api.prepare_text(""), "the name of the text is empty; give"),
+        (lambda: api.load_dataset(too_long), "File name too long"),
+        (lambda: api.prepare_text(too_long), "File name too long"),
+        (lambda: api.prepare_text(tmp_path / "a.txt", tmp_path / too_long), "File name too long"),
+        (lambda: api.prepare_text(tmp_path), "is a folder; give a text file"),
+    ):
+        with pytest.raises(DataError, match=words):
+            call()
+
+
+@pytest.mark.parametrize(
+    "change", [{"vocabulary": 3}, {"vocabulary": {}}, {"train": "x"}, {"train": 0}, {"kind": "games"}, {"name": None}]
+)
+def test_a_damaged_description_is_refused(tmp_path, change):
+    (tmp_path / "a.txt").write_text(TEXT)
+    meta = Path(api.prepare_text(tmp_path / "a.txt", tmp_path / "out")["path"]) / "meta.json"
+    content = json.loads(meta.read_text()) | change
+    meta.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    with pytest.raises(DataError, match=r"meta.json is damaged .*; delete the folder and prepare it again"):
+        api.load_dataset(tmp_path / "out")

@@ -9,7 +9,7 @@ import pytest
 from ridgeline.data import api, boxing
 from ridgeline.data.loader import Batches
 from ridgeline.data.window import WindowSpec
-from ridgeline.errors import DataError
+from ridgeline.errors import ConfigError, DataError
 from ridgeline.games.boxing import archive
 from ridgeline.games.boxing.actions import CONTROLLERS
 
@@ -57,11 +57,34 @@ def test_the_shipped_games_are_replayed_once_and_then_found(played, tmp_path, mo
 
 def test_what_cannot_be_prepared_names_the_cure(played, tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match="out exists; delete it"):
+    with pytest.raises(DataError, match="out exists; choose another folder"):
         api.prepare_boxing(tmp_path / "out", played[0])
-    with pytest.raises(DataError, match="seeds below 10000, got 5 from seed 9996; the seeds above are for evaluation"):
+    with pytest.raises(DataError, match=r"9999, got 9996 to 10000; change .*larger seeds are for evaluation"):
         boxing.demonstrate(tmp_path / "a.jsonl", count=5, first_seed=9996)
     (tmp_path / "other.xz").write_bytes(b"not an archive")
     with pytest.raises(DataError, match="is not a file of demonstrations"):
         api.prepare_boxing(tmp_path / "new", tmp_path / "other.xz")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"count": 1}, "at least 2 games, one to train on and one to hold out, got 1"),
+        ({"first_seed": -5}, "must be 0 to 9999, got -5 to -4"),
+        ({"first_seed": 10**30}, "must be 0 to 9999"),
+        ({"processes": 0}, "processes must be at least 1, got 0"),
+        ({"processes": -1}, "processes must be at least 1, got -1"),
+        ({"levels": [0, 9]}, "has the levels 0, 1, 2, 3, got 9"),
+        ({"player": "nobody"}, "unknown"),
+    ],
+)
+def test_games_that_cannot_be_demonstrated_leave_no_file(tmp_path, settings, words):
+    with pytest.raises((ConfigError, DataError), match=words):
+        boxing.demonstrate(tmp_path / "a.jsonl", **{"count": 2, "player": "scripted"} | settings)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_at_least_replays(played, tmp_path):
+    with pytest.raises(ConfigError, match="processes must be at least 1, got 0"):
+        api.prepare_boxing(tmp_path / "out", played[0], processes=0)

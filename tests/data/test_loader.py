@@ -8,7 +8,7 @@ import torch
 from data.helpers import make_games, make_text
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.window import WindowSpec
-from ridgeline.errors import ConfigError, DataError
+from ridgeline.errors import CheckpointError, ConfigError, DataError
 
 WINDOW = WindowSpec(context=8)
 
@@ -93,3 +93,22 @@ def test_impossible_settings_are_refused(data, batch, seed):
         Batches(data, WINDOW, batch=batch, seed=seed)
     with pytest.raises(ConfigError, match="must be at least 1"):
         Validation(data, WINDOW, batch=0)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *({"position": value} for value in ("x", -1, 1.5, True, None, 1 << 70)),
+        {"more": 1},
+    ],
+)
+def test_a_damaged_position_is_refused(data, damage):
+    batches = Batches(data, WINDOW, batch=4)
+    state = batches.state_dict()
+    for name in state:
+        with pytest.raises(CheckpointError, match="the position in the data is damaged; resume from another"):
+            batches.load_state_dict({key: value for key, value in state.items() if key != name})
+    for damaged in (state | damage, {}, 3, None, []):
+        with pytest.raises(CheckpointError, match="the position in the data is damaged"):
+            batches.load_state_dict(damaged)
+    batches.load_state_dict(state)

@@ -1,6 +1,7 @@
 """A data set's folder is whole or absent, verified when read, and never overwritten."""
 
 import json
+import resource
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "mine.txt").write_text("precious")
-    with pytest.raises(DataError, match="exists; delete it or choose another folder"):
+    with pytest.raises(DataError, match="exists; choose another folder"):
         make(tmp_path / "x")
     assert (tmp_path / "x" / "mine.txt").read_text() == "precious"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
@@ -87,6 +88,9 @@ def flip_a_byte(folder):
         (lambda folder: (folder / shards.META).write_text("{"), "cannot be read .*prepare it again"),
         (lambda folder: (folder / shards.META).unlink(), r"is no data set \(meta.json is missing\); prepare it"),
         (lambda folder: (folder / shards.META).write_text('{"vocab_size": 65}'), "not a ridgeline data set"),
+        (lambda folder: edit_meta(folder, schema="x"), "not a ridgeline data set"),
+        (lambda folder: edit_meta(folder, arrays=3), "meta.json is damaged .*prepare it again"),
+        (lambda folder: edit_meta(folder, arrays={"tokens": {}}), "meta.json is damaged .*prepare it again"),
         (lambda folder: edit_meta(folder, schema=99, package="9.9"), "written by ridgeline 9.9 .*; upgrade"),
     ],
 )
@@ -95,3 +99,21 @@ def test_a_damaged_or_foreign_one_is_refused_with_its_cure(tmp_path, damage, mes
     damage(folder)
     with pytest.raises(DataError, match=message):
         shards.read(folder)
+
+
+def test_the_files_are_those_that_numpy_writes(tmp_path):
+    folder = make(tmp_path / "x")
+    for name, array in ARRAYS.items():
+        np.save(tmp_path / "own.npy", array)
+        assert (folder / f"{name}.npy").read_bytes() == (tmp_path / "own.npy").read_bytes()
+
+
+def test_a_full_disk_is_named(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"cannot write .*x: File too large; free space or choose another folder"):
+            shards.write(tmp_path / "x", "text", {"tokens": np.zeros(100_000, np.uint8)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

@@ -70,7 +70,7 @@ def test_unusable_texts_name_the_cure(content, kind, message):
 def test_unreadable_files_name_the_cure(tmp_path):
     with pytest.raises(DataError, match=r"cannot be read \(No such file or directory\); give a readable file"):
         text.read_file(tmp_path / "missing.txt")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="is a folder; give a text file"):
         text.read_file(tmp_path)
     (tmp_path / "empty.txt").touch()
     with pytest.raises(DataError, match="is empty; give a text"):
@@ -92,3 +92,24 @@ def test_a_written_text_opens_with_its_split_and_vocabulary(tmp_path):
     assert data.vocabulary == Vocabulary.from_dict(data.vocabulary.to_dict())
     assert data.vocabulary.decode(data.tokens[:3].tolist()) == "abc"
     assert data.summary()["tokens"] == 1007
+
+
+@pytest.mark.parametrize("prompt", ["٣", "²", "1 x", "-1", "+1", "1_0", "300", "9" * 5000])
+def test_a_token_is_a_number_in_ascii_below_the_size(prompt):
+    vocabulary = text.Vocabulary(kind="tokens", size=300)
+    with pytest.raises(DataError, match="write the text as ids below 300"):
+        vocabulary.encode(prompt)
+    assert vocabulary.encode("299 0 7") == [299, 0, 7]
+
+
+def test_a_continuation_joins_its_prompt():
+    for kind, characters, prompt, more in (("tokens", "", "1 2", [3]), ("bytes", "", "ab", [99])):
+        vocabulary = text.Vocabulary(kind=kind, size=256, characters=characters)
+        whole = prompt + vocabulary.blank + vocabulary.decode(more)
+        assert vocabulary.encode(whole) == vocabulary.encode(prompt) + more
+
+
+@pytest.mark.parametrize("kind", text.KINDS)
+def test_what_is_not_utf8_is_no_prompt(kind):
+    with pytest.raises(DataError, match=r"is not UTF-8 \(character 1\); write it in UTF-8"):
+        text.Vocabulary(kind=kind, size=256, characters="a").encode("a\udcff")

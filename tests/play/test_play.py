@@ -12,7 +12,7 @@ import torch
 
 from ridgeline import checkpoint
 from ridgeline.data.window import WindowSpec
-from ridgeline.errors import CheckpointError, ConfigError, MissingExtraError, WorkerError
+from ridgeline.errors import CheckpointError, ConfigError, MissingExtraError, UnsupportedError, WorkerError
 from ridgeline.games.boxing.adapter import GAME
 from ridgeline.games.boxing.game import Boxing
 from ridgeline.games.boxing.policy import policy_config
@@ -222,6 +222,9 @@ def test_a_loaded_player_is_the_saved_policy(trained):
         ({"features": None}, "not a policy that plays a game"),
         ({"config": {"model": {"vocabulary": 65}}}, "cannot play here"),
         ({"config": {}}, "cannot play here"),
+        ({"config": 3}, "cannot play here"),
+        ({"config": {"model": {"heads": 1, "decoder": 2}, "window": {}}}, "cannot play here"),
+        ({"features": ["boxing"]}, "cannot play here"),
     ],
 )
 def test_a_checkpoint_of_something_else_is_refused(trained, tmp_path, change, words):
@@ -245,6 +248,12 @@ def test_requests_that_cannot_be(trained, monkeypatch):
     for options, words in (
         ({"games": 0}, "games must be at least 1"),
         ({"processes": 0}, "processes must be at least 1"),
+        ({"processes": -2}, "processes must be at least 1"),
+        ({"first_seed": -5}, "must be 0 to 2147483647, got -5 to 24"),
+        ({"first_seed": 2**31 - 29}, "must be 0 to 2147483647"),
+        ({"first_seed": 10**30}, "must be 0 to 2147483647"),
+        ({"device": "gpu"}, "unknown device 'gpu'; use cpu, cuda or cuda:N"),
+        ({"device": "mps"}, "unknown device 'mps'"),
         ({"level": 7}, "has the levels 0, 1, 2, 3, got 7"),
         ({"temperature": -1.0}, "temperature must be 0 or more"),
     ):
@@ -252,6 +261,14 @@ def test_requests_that_cannot_be(trained, monkeypatch):
             evaluate(path, **options)
     with pytest.raises(CheckpointError, match="does not exist"):
         evaluate(path / "nowhere")
+    with pytest.raises(UnsupportedError, match="there is no GPU for device cuda:999"):
+        load_player(path, "cuda:999")
+
+
+def test_games_of_impossible_seeds_are_not_played():
+    for seed in (-1, 2**31):
+        with pytest.raises(ConfigError, match="the seeds of games must be 0 to 2147483647"):
+            play_all([seed])
 
 
 def test_a_dead_process_is_an_error():

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tyro.conf import Positional, arg
 
 from ridgeline.cli.output import Flag, emit, parse
-from ridgeline.data import api
+from ridgeline.data import api, shards
 from ridgeline.errors import ConfigError
 
 SHARED = {"source", "out", "json"}
@@ -82,6 +82,8 @@ def _check(options: Options) -> None:
         raise ConfigError(f"--{flag} means nothing to the source {options.source}; leave it out")
     if options.demonstrate is not None and options.file is None:
         raise ConfigError("--demonstrate needs --file, the file of JSON lines (.jsonl) to play the games into")
+    if options.out is not None:
+        shards.check_new(options.out)  # before there is anything to wait for
 
 
 def _prepare(options: Options) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def _prepare(options: Options) -> dict[str, Any]:
             return api.prepare_pystdlib(options.out)
         case "boxing" | "boxing-visible":
             return _boxing(options)
-        case source if not Path(source).exists():
+        case source if source and not shards.exists(Path(source)):
             return api.load_dataset(source).summary()  # which says what is near
         case source:
             return api.prepare_text(source, options.out, options.kind)
@@ -134,9 +136,10 @@ def replay_shipped(name: str) -> None:
 
 
 def bar() -> Progress:
-    """A progress bar on standard error."""
+    """A progress bar on standard error, if that is a terminal: elsewhere only a blank line would be left of it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def counter(progress: Progress, what: str) -> Callable[[int, int], None]:

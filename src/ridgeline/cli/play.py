@@ -79,7 +79,9 @@ def judge(source: str | Path, games: int, *, processes: int | None = None, **set
             ended.append(result)
             count(len(ended), games)
 
-        return evaluate(source, games, processes=processes or usable_cores(), on_game=on_game, **settings)
+        return evaluate(
+            source, games, processes=usable_cores() if processes is None else processes, on_game=on_game, **settings
+        )
 
 
 def table(result: Mapping[str, Any]) -> Table:

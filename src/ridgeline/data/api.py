@@ -38,6 +38,8 @@ def prepare_text(source: str | Path, out: str | Path | None = None, kind: str = 
     Raises:
         DataError: the file cannot be used so, or `out` exists.
     """
+    if not str(source):
+        raise DataError("the name of the text is empty; give a text file")
     file = Path(source)
     content = text.read_file(file)
     if kind == "auto":
@@ -107,12 +109,14 @@ def load_dataset(name: str | Path) -> TextData | GameData:
         "boxing": prepare_boxing,
         "boxing-visible": partial(prepare_boxing, visible=True),
     }
+    if not str(name):
+        raise DataError("the name of the data is empty; give a data set's name or folder, or a text file")
     path = Path(name)
     if str(name) in prepare:
         path = Path(prepare[str(name)]()["path"])
-    elif path.is_file():
+    elif shards.exists(path) and not path.is_dir():
         path = Path(prepare_text(path)["path"])
-    elif not path.is_dir():
+    elif not path.exists():
         if len(path.parts) > 1 or path.suffix:
             raise DataError(f"there is no file or folder {name}; give a data set's folder, a text file or a name")
         raise DataError(nearest(str(name), NAMES, "data set"))
@@ -122,9 +126,11 @@ def load_dataset(name: str | Path) -> TextData | GameData:
 def _open(data: shards.Shards) -> TextData | GameData:
     match data.meta["kind"]:
         case "text":
-            return text.open_text(data)
+            with shards.vouched(data.path):
+                return text.open_text(data)
         case "games":
-            return games.open_games(data)
+            with shards.vouched(data.path):
+                return games.open_games(data)
         case kind:
             raise DataError(f"{data.path} holds data of an unknown kind, {kind!r}; upgrade ridgeline")
 
@@ -133,7 +139,7 @@ def _prepare(
     content: NDArray[np.uint8], kind: text.Kind, *, name: str, source: str, out: str | Path | None
 ) -> dict[str, Any]:
     folder = _cached(name, kind, hashlib.sha256(content.data).hexdigest()) if out is None else Path(out)
-    if out is not None or not folder.exists():
+    if out is not None or not shards.exists(folder):
         text.write(folder, content, kind, name=name, source=source, once=out is None)
     return _open(shards.read(folder)).summary()
 

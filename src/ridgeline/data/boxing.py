@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.checkpoint import sha256
-from ridgeline.data import games, sources
-from ridgeline.errors import DataError
+from ridgeline.data import games, shards, sources
+from ridgeline.errors import ConfigError, DataError
 from ridgeline.games.boxing import archive, generate, tables
 from ridgeline.games.boxing.actions import HEADS
 from ridgeline.games.boxing.demos import FIRST_EVALUATION_SEED, Demonstration
 from ridgeline.games.boxing.experts import expert
 from ridgeline.games.boxing.features import FEATURES_VERSION
+from ridgeline.games.boxing.game import LEVELS
 
 GAME = "boxing"
 
@@ -52,17 +53,18 @@ def write(
         DataError: the file cannot be used, a game replays differently here, or `out` exists.
         MissingExtraError: there is something to replay and no emulator.
     """
+    workers = _workers(processes)
+    if out is not None:
+        shards.check_new(out)
     file = source or archive.SHIPPED
     demonstrations = _read(file)
     name = GAME + ("-visible" if visible else "")
-    if out is not None and out.exists():
-        raise DataError(f"{out} exists; delete it or choose another folder")
     folder = out or sources.cache() / f"{name}-v{FEATURES_VERSION}-{sha256(file)[:16]}"
-    if folder.exists():
+    if shards.exists(folder):
         return folder
     return games.write(
         folder,
-        tables.tables(demonstrations, visible=visible, processes=processes or processors(), progress=progress),
+        tables.tables(demonstrations, visible=visible, processes=workers, progress=progress),
         name=name,
         game=GAME,
         heads=HEADS,
@@ -94,18 +96,21 @@ def demonstrate(
         progress: called at the start and after every game.
 
     Raises:
-        DataError: a seed that is reserved for evaluation, or a file of something else.
-        ConfigError: no such expert.
+        DataError: fewer than two games, a seed that is reserved for evaluation, or a file of something else.
+        ConfigError: no such expert or level, or fewer than one process.
     """
-    if count < 2 or first_seed < 0 or first_seed + count > FIRST_EVALUATION_SEED:
+    if count < 2:
+        raise DataError(f"demonstrate must be at least 2 games, one to train on and one to hold out, got {count}")
+    if first_seed < 0 or first_seed + count > FIRST_EVALUATION_SEED:
         raise DataError(
-            f"demonstrations are two games or more with seeds below {FIRST_EVALUATION_SEED}, got {count} from seed "
-            f"{first_seed}; the seeds above are for evaluation"
+            f"the seeds of demonstrations must be 0 to {FIRST_EVALUATION_SEED - 1}, got {first_seed} to "
+            f"{first_seed + count - 1}; change the first seed or the number of games (larger seeds are for evaluation)"
         )
-    seeds = range(first_seed, first_seed + count)
-    return generate.generate(
-        file, seeds, expert(player), processes=processes or processors(), levels=levels, progress=progress
-    )
+    wrong = [level for level in levels or () if level not in LEVELS]
+    if wrong:
+        raise ConfigError(f"Boxing has the levels {', '.join(map(str, LEVELS))}, got {wrong[0]}")
+    seeds, workers = range(first_seed, first_seed + count), _workers(processes)
+    return generate.generate(file, seeds, expert(player), processes=workers, levels=levels, progress=progress)
 
 
 def processors() -> int:
@@ -113,5 +118,12 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _workers(processes: int | None) -> int:
+    if processes is not None and processes < 1:
+        raise ConfigError(f"processes must be at least 1, got {processes}")
+    return processors() if processes is None else processes
+
+
 def _read(file: Path) -> list[Demonstration]:
-    return generate.read_lines(file) if file.suffix == ".jsonl" else archive.load(file)
+    games = generate.read_lines(file) if file.suffix == generate.LINES else archive.load(file)
+    return sorted(games, key=lambda game: game.seed)  # lines are in the order in which games happened to end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ridgeline.data.order import Order
 from ridgeline.data.text import TextData
 from ridgeline.data.window import WindowSpec
 from ridgeline.data.windows import GameWindows, TextWindows, Windows
-from ridgeline.errors import ConfigError, DataError
+from ridgeline.errors import CheckpointError, ConfigError, DataError
 
 
 def windows_of(data: TextData | GameData, window: WindowSpec) -> Windows:
@@ -81,16 +81,19 @@ class Batches:
         """Go on where `state` was taken.
 
         Raises:
+            CheckpointError: it is damaged.
             DataError: it was taken from other data, windows or another seed.
         """
         own = self.state_dict()
+        if not isinstance(state, Mapping) or state.keys() != own.keys() or not _is_position(state["position"]):
+            raise CheckpointError("the position in the data is damaged; resume from another checkpoint")
         for field in ("fingerprint", "window", "seed"):
             if state[field] != own[field]:
                 raise DataError(
                     f"the run was on other data or windows ({field}: expected {state[field]}, got {own[field]}); "
                     "resume with the same or start anew from the weights"
                 )
-        self.position = int(state["position"])
+        self.position = state["position"]
 
 
 class Validation:
@@ -125,6 +128,10 @@ class Validation:
         for first in range(0, len(start_N), self.batch):
             part = slice(first, first + self.batch)
             yield _gather(self.windows, start_N[part], count_N[part], None)
+
+
+def _is_position(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _gather(

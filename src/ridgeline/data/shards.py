@@ -9,12 +9,13 @@ The folder is written aside and renamed, so one that exists under its name is wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,7 @@ def write(folder: str | Path, kind: str, arrays: Mapping[str, NDArray[Any]], met
         DataError: the folder exists or cannot be written; nothing is changed.
     """
     folder = Path(folder)
-    if folder.exists():
-        raise DataError(f"{folder} exists; delete it or choose another folder")
+    check_new(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent))
@@ -79,8 +79,7 @@ def write(folder: str | Path, kind: str, arrays: Mapping[str, NDArray[Any]], met
         aside.chmod(0o755)
         aside.rename(folder)
     except OSError as error:
-        if folder.exists():
-            raise DataError(f"{folder} exists; delete it or choose another folder") from error
+        check_new(folder)
         raise DataError(f"cannot write {folder}: {error.strerror}; free space or choose another folder") from error
     finally:
         if aside.exists():
@@ -88,9 +87,31 @@ def write(folder: str | Path, kind: str, arrays: Mapping[str, NDArray[Any]], met
     return folder
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a folder that exists, whatever it holds.
+
+    Raises:
+        DataError: it exists, or cannot.
+    """
+    if exists(folder):
+        raise DataError(f"{folder} exists; choose another folder")
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a file or folder of this name.
+
+    Raises:
+        DataError: there can be none, or nobody may know.
+    """
+    try:
+        return path.exists()
+    except OSError as error:
+        raise DataError(f"{path} cannot be used ({error.strerror}); choose another file or folder") from error
+
+
 def write_once(folder: Path, kind: str, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> Path:
     """Write a data set of the cache, whose name tells its content, unless it is there already."""
-    if not folder.exists():
+    if not exists(folder):
         try:
             write(folder, kind, arrays, meta)
         except DataError:
@@ -107,20 +128,32 @@ def read(folder: str | Path) -> Shards:
     """
     folder = Path(folder)
     meta = _read_meta(folder)
-    arrays = {name: _read_array(folder, entry) for name, entry in meta["arrays"].items()}
-    digests = "".join(entry["sha256"] for _, entry in sorted(meta["arrays"].items()))
-    return Shards(folder, meta, arrays, hashlib.sha256(digests.encode()).hexdigest())
+    with vouched(folder):
+        arrays = {name: _read_array(folder, entry) for name, entry in meta["arrays"].items()}
+        digests = "".join(entry["sha256"] for _, entry in sorted(meta["arrays"].items()))
+        return Shards(folder, meta, arrays, hashlib.sha256(digests.encode()).hexdigest())
 
 
-def is_data(folder: Path) -> bool:
-    """Whether a folder claims to be a data set."""
-    return (folder / META).is_file()
+@contextlib.contextmanager
+def vouched(folder: Path) -> Iterator[None]:
+    """Where a data set's meta.json is relied on: what it lacks or has wrong becomes an error.
+
+    Raises:
+        DataError: it lacks something.
+    """
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / META} is damaged ({error}); delete the folder and prepare it again") from error
 
 
 def _write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
     file = folder / f"{name}.npy"
     with file.open("wb") as stream:
-        np.save(stream, array, allow_pickle=False)
+        # not np.save, which loses the reason why the disk takes no more
+        array = np.ascontiguousarray(array)
+        np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
+        stream.write(array.data)
         stream.flush()
         os.fsync(stream.fileno())
     return {"file": file.name, "shape": list(array.shape), "dtype": array.dtype.str, "sha256": sha256(file)}
@@ -134,7 +167,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise DataError(f"{folder} is no data set ({META} is missing); prepare it with `ridgeline data`") from error
     except (OSError, ValueError) as error:
         raise DataError(f"{file} cannot be read ({error}); delete the folder and prepare it again") from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT or not meta.keys() >= REQUIRED:
+    ours = isinstance(meta, dict) and meta.get("format") == FORMAT
+    if not ours or not meta.keys() >= REQUIRED or type(meta["schema"]) is not int:
         raise DataError(f"{folder} is not a ridgeline data set; prepare one with `ridgeline data`")
     if meta["schema"] > SCHEMA:
         raise DataError(

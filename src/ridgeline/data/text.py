@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ridgeline.data import shards
 from ridgeline.errors import DataError
 
 Kind = Literal["bytes", "characters", "tokens"]
+DIGITS = re.compile("[0-9]+")
 KINDS = ("bytes", "characters", "tokens")
 HELD_OUT = 10  # one token in so many, from the end of the text, is kept from training
 SHORTEST = 2 * HELD_OUT  # tokens; below that the held-out part is nothing to speak of
@@ -40,8 +42,12 @@ class Vocabulary:
         Raises:
             DataError: a character or id that the vocabulary lacks.
         """
+        try:
+            content = text.encode("utf-8")
+        except UnicodeEncodeError as error:  # the command line hands bytes that are no UTF-8 over as lone surrogates
+            raise DataError(f"the text is not UTF-8 (character {error.start}); write it in UTF-8") from error
         if self.kind == "bytes":
-            return list(text.encode("utf-8"))
+            return list(content)
         if self.kind == "characters":
             ids = {character: index for index, character in enumerate(self.characters)}
             missing = sorted(set(text) - ids.keys())
@@ -49,7 +55,8 @@ class Vocabulary:
                 raise DataError(f"the vocabulary has no {', '.join(map(repr, missing[:5]))}; leave it out of the text")
             return [ids[character] for character in text]
         words = text.split()
-        if not all(word.isdecimal() and int(word) < self.size for word in words):
+        longest = len(str(self.size))
+        if not all(DIGITS.fullmatch(word) and len(word) <= longest and int(word) < self.size for word in words):
             raise DataError(f"this vocabulary is of token ids; write the text as ids below {self.size} with blanks")
         return [int(word) for word in words]
 
@@ -60,6 +67,11 @@ class Vocabulary:
         if self.kind == "characters":
             return "".join(self.characters[index] for index in ids)
         return " ".join(map(str, ids))
+
+    @property
+    def blank(self) -> str:
+        """What goes between two texts so that they read as one."""
+        return " " if self.kind == "tokens" else ""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -152,6 +164,8 @@ def read_file(file: Path) -> NDArray[np.uint8]:
         DataError: it cannot be read or is empty.
     """
     try:
+        if file.is_dir():
+            raise DataError(f"{file} is a folder; give a text file (a prepared data set is trained on by --data)")
         if file.stat().st_size == 0:
             raise DataError(f"{file} is empty; give a text of at least {SHORTEST} bytes")
         return np.memmap(file, dtype=np.uint8, mode="r")
@@ -186,9 +200,11 @@ def write(folder: Path, content: NDArray[np.uint8], kind: Kind, *, name: str, so
 
 
 def open_text(data: shards.Shards) -> TextData:
-    """A text from its data set."""
+    """A text from its data set; see `shards.vouched` for the errors of a damaged one."""
     meta = data.meta
     vocabulary = Vocabulary.from_dict(meta["vocabulary"])
+    if type(meta["train"]) is not int or not 0 < meta["train"] < len(data.arrays["tokens"]):
+        raise ValueError(f"train is {meta['train']}")
     return TextData(meta["name"], data.arrays["tokens"], meta["train"], vocabulary, data.fingerprint, data.path)
 
 

@@ -12,10 +12,25 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ridgeline.errors import ConfigError
+
+SEEDS = 1 << 31  # below which the seed of a game must be
 FIRST_EVALUATION_SEED = 10_000  # seeds from here on are for judging only: no demonstration may have one
 
 Controller = tuple[int, ...]
 Row = tuple[NDArray[np.uint16], NDArray[np.float32]]  # categories [columns] and numbers [N] of a state
+
+
+def check_seeds(first: int, count: int) -> None:
+    """Refuse seeds that a game cannot have, of `count` games from seed `first` on.
+
+    Raises:
+        ConfigError: one of them is negative or too large.
+    """
+    if first < 0 or first + count > SEEDS:
+        raise ConfigError(
+            f"the seeds of games must be 0 to {SEEDS - 1}, got {first} to {first + count - 1}; change the first seed"
+        )
 
 
 class Score(NamedTuple):

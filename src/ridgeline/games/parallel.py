@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from ridgeline.errors import RidgelineError, WorkerError
+from ridgeline.errors import ConfigError, RidgelineError, WorkerError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -56,9 +56,12 @@ def run_parallel(
         names: what to call each task in an error; "task N" without them.
 
     Raises:
+        ConfigError: fewer than one process.
         WorkerError: a process died, raised or went silent. The others are ended.
         RidgelineError: what the function raised, if it was one of these.
     """
+    if processes < 1:
+        raise ConfigError(f"processes must be at least 1, got {processes}")
     labels = names or [f"task {index}" for index in range(len(tasks))]
     waiting = iter(range(len(tasks)))
     workers: list[_Worker] = []

@@ -65,9 +65,14 @@ class DecoderConfig:
             if getattr(self, field) not in known:
                 raise ConfigError(f"{field} must be one of {', '.join(known)}, got {getattr(self, field)!r}")
         if self.head_width is None and self.width % self.heads:
-            raise ConfigError(f"heads={self.heads} does not divide width={self.width}; set head_width")
+            raise ConfigError(
+                f"heads={self.heads} does not divide width={self.width}; set head_width (--model.decoder.head-width)"
+            )
         if self.heads % self.groups:
-            raise ConfigError(f"kv_heads={self.kv_heads} does not divide heads={self.heads}")
+            raise ConfigError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; set kv_heads "
+                "(--model.decoder.kv-heads) to a divisor of heads"
+            )
         if self.width % 4:
             raise ConfigError(f"width must be a multiple of 4, got {self.width}")
         if not 0 <= self.dropout < 1:
@@ -76,7 +81,8 @@ class DecoderConfig:
             raise ConfigError(f"norm_eps must be positive, got {self.norm_eps}")
         if self.positions != "none" and self.context > self.table_rows:
             raise ConfigError(
-                f"context={self.context} is longer than position_table={self.table_rows}; raise position_table"
+                f"context={self.context} is longer than position_table={self.table_rows}; raise position_table "
+                "(--model.decoder.position-table)"
             )
 
     @property

@@ -13,7 +13,7 @@ import torch
 
 from ridgeline.errors import ConfigError, WorkerError
 from ridgeline.games import game
-from ridgeline.games.env import FIRST_EVALUATION_SEED
+from ridgeline.games.env import FIRST_EVALUATION_SEED, check_seeds
 from ridgeline.games.parallel import run_parallel
 from ridgeline.play.player import Player, load_player
 from ridgeline.play.rollout import GameResult, play_games
@@ -86,13 +86,14 @@ def evaluate(
 
     Raises:
         CheckpointError: no policy that can play here.
-        ConfigError: no games, or a level or temperature that cannot be.
+        ConfigError: no games, or a level, temperature or seed that cannot be.
         WorkerError: a process died or hung, or a game did not end. A game is never just missing.
     """
     if games < 1:
         raise ConfigError(f"games must be at least 1, got {games}")
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
+    check_seeds(first_seed, games)
     load = source if callable(source) else partial(load_player, source, device)
     player = load()  # here as well, so that a mistake is told at once
     levels = game(player.game).levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from ridgeline.data.window import WindowSpec
 from ridgeline.errors import CheckpointError, ConfigError, RidgelineError, UnsupportedError
 from ridgeline.games import game
 from ridgeline.models import Category, ControllerPolicy, DecoderConfig, Head, PolicyConfig
+
+DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
 
 
 class Policy(Protocol):
@@ -59,10 +62,10 @@ def load_player(path: str | Path, device: str = "cpu") -> Player:
 
     Raises:
         CheckpointError: none, corrupt, not a policy, or of features that this version does not have.
+        ConfigError: no such kind of device.
         UnsupportedError: the device is not there.
     """
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UnsupportedError(f"there is no GPU for device {device}; use device cpu")
+    where = _find_device(device)
     saved = checkpoint.load(checkpoint.find(path))
     features, config = saved.meta.get("features"), saved.meta.get("config", {})
     if not features:
@@ -72,9 +75,18 @@ def load_player(path: str | Path, device: str = "cpu") -> Player:
         policy = ControllerPolicy(policy_config(config["model"]))
         policy.load_state_dict(saved.group("model"))
         window = WindowSpec(**config["window"])
-    except (KeyError, TypeError, RuntimeError, RidgelineError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, RidgelineError) as error:
         raise CheckpointError(f"{saved.path} cannot play here: {error}") from error
-    return Player(policy.eval().to(device), features["game"], features, window, torch.device(device))
+    return Player(policy.eval().to(where), features["game"], features, window, where)
+
+
+def _find_device(name: str) -> torch.device:
+    if not DEVICE.fullmatch(name):
+        raise ConfigError(f"unknown device {name!r}; use cpu, cuda or cuda:N")
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():  # PyTorch would wrap a large index around
+        raise UnsupportedError(f"there is no GPU for device {name}; use device cpu")
+    return torch.device(name)
 
 
 def policy_config(values: Mapping[str, Any]) -> PolicyConfig:

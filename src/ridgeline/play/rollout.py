@@ -20,7 +20,7 @@ from torch import Tensor
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, WorkerError
 from ridgeline.games import game
-from ridgeline.games.env import Controller, Game, Row
+from ridgeline.games.env import Controller, Game, Row, check_seeds
 from ridgeline.play.player import Player
 
 
@@ -60,11 +60,13 @@ def play_games(
         temperature: 1 samples from the policy, 0 takes the most likely class of each head.
 
     Raises:
-        ConfigError: a temperature or level that cannot be.
+        ConfigError: a temperature, level or seed that cannot be.
         WorkerError: a game does not end.
     """
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+    for seed in seeds:
+        check_seeds(seed, 1)
     adapter = game(player.game)
     generator = torch.Generator(player.device).manual_seed(seeds[0])
     seats = [_Seat(adapter, player, seed, level) for seed in seeds]

@@ -1,0 +1,72 @@
+"""`ridgeline data` and `ridgeline play`: what cannot be is refused at once, in one sentence, and nothing is touched."""
+
+import pytest
+
+from ridgeline.cli import main
+
+TEXT = "a user's own text\nwhose last line has no end"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+
+
+def refused(capsys, *arguments):
+    """The one sentence of a refusal."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("ridgeline: ")  # no blank line of a progress bar before it
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    return captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--file", "mine.txt"], "let its name end in .jsonl"),
+        (["--file", "mine.jsonl"], "is not a file of demonstrations"),
+        (["--file", "/proc/q/new.jsonl"], "cannot write /proc/q/new.jsonl"),
+        (["--file", "new.jsonl", "--out", "run"], "run exists; choose another folder"),
+        (["--file", "new.jsonl", "--processes", 0], "processes must be at least 1, got 0"),
+        (["--file", "new.jsonl", "--first-seed", -5], "must be 0 to 9999"),
+        (["--file", "new.jsonl", "--levels", 9], "has the levels 0, 1, 2, 3, got 9"),
+        (["--file", "new.jsonl", "--demonstrate", 0], "at least 2 games"),
+    ],
+)
+def test_demonstrations_that_cannot_be_kept_are_not_played(capsys, tmp_path, arguments, words):
+    (tmp_path / "run").mkdir()
+    for name in ("mine.txt", "mine.jsonl"):
+        (tmp_path / name).write_text(TEXT)
+    complaint = refused(capsys, "data", "boxing", "--demonstrate", 2, *arguments)
+    assert words in complaint
+    assert "delete" not in complaint
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine.jsonl", "mine.txt", "run"]
+    assert (tmp_path / "mine.txt").read_text() == (tmp_path / "mine.jsonl").read_text() == TEXT
+
+
+def test_a_file_that_is_read_stays_as_it_is(capsys, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"a": 1}')
+    assert "is not a file of demonstrations" in refused(capsys, "data", "boxing", "--file", "mine.jsonl")
+    assert (tmp_path / "mine.jsonl").read_text() == '{"a": 1}'
+
+
+def test_sources_that_are_no_text(capsys, tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert "is a folder; give a text file" in refused(capsys, "data", "folder")
+    assert "is empty; give a text file" in refused(capsys, "data", "")
+    assert "File name too long" in refused(capsys, "data", "x" * 300)
+    (tmp_path / "a.txt").write_text(TEXT)
+    assert "File name too long" in refused(capsys, "data", "a.txt", "--out", "x" * 300)
+
+
+def test_games_that_cannot_be_played(capsys):
+    for arguments, words in (
+        (["--processes", 0], "processes must be at least 1, got 0"),
+        (["--first-seed", -5], "must be 0 to 2147483647, got -5 to 24"),
+        (["--first-seed", 99999999999999], "must be 0 to 2147483647"),
+        (["--games", 0], "games must be at least 1"),
+    ):
+        assert words in refused(capsys, "play", "nowhere", *arguments)
