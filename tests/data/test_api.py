@@ -157,3 +157,19 @@ def test_a_damaged_description_is_refused(tmp_path, change):
     meta.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
     with pytest.raises(DataError, match=r"meta.json is damaged .*; delete the folder and prepare it again"):
         api.load_dataset(tmp_path / "out")
+
+
+def test_a_cache_that_cannot_be_names_its_variable_or_reason(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "file").write_text("")
+    for folder in ("x" * 300, str(tmp_path / "file" / "in")):
+        monkeypatch.setenv("RIDGELINE_CACHE", folder)
+        with pytest.raises(DataError, match=r"; choose another f(older|ile or folder)$"):
+            api.load_dataset(tmp_path / "a.txt")
+    monkeypatch.setenv("RIDGELINE_CACHE", "x" * 300)
+    with pytest.raises(DataError, match="File name too long"):
+        api.load_dataset("tinyshakespeare")
+    monkeypatch.delenv("RIDGELINE_CACHE")
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-of-this-name").expanduser())
+    with pytest.raises(DataError, match=r"no home folder .* set RIDGELINE_CACHE to a folder"):
+        api.load_dataset(tmp_path / "a.txt")

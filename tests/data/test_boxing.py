@@ -62,7 +62,7 @@ def test_what_cannot_be_prepared_names_the_cure(played, tmp_path):
     with pytest.raises(DataError, match=r"9999, got 9996 to 10000; change .*larger seeds are for evaluation"):
         boxing.demonstrate(tmp_path / "a.jsonl", count=5, first_seed=9996)
     (tmp_path / "other.xz").write_bytes(b"not an archive")
-    with pytest.raises(DataError, match="is not a file of demonstrations"):
+    with pytest.raises(DataError, match=r"is not an archive of demonstrations .*give one, or a file of JSON lines"):
         api.prepare_boxing(tmp_path / "new", tmp_path / "other.xz")
     assert not (tmp_path / "new").exists()
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import lzma
 import resource
 
 import numpy as np
@@ -95,12 +96,29 @@ def test_a_damaged_archive_is_an_error(games, tmp_path):
     (tmp_path / "damaged.xz").write_bytes(content)
     (tmp_path / "cut.xz").write_bytes(content[:50])
     for name in ("damaged.xz", "cut.xz"):
-        with pytest.raises(DataError, match="is not a file of demonstrations"):
+        with pytest.raises(DataError, match="is not an archive of demonstrations"):
             archive.load(tmp_path / name)
     with pytest.raises(DataError, match="cannot be read"):
         archive.load(tmp_path / "none.xz")
     with pytest.raises(DataError, match="a seed of its own"):
         archive.save(path, [games[0], games[0]])
+
+
+@pytest.mark.parametrize("row", [[], [7, 3, 5, 0, 0, 0], [7, 3, 0, 10**30, 0, 0], [7, 3, 0, "x", 0, 0], 3])
+def test_an_archive_with_a_damaged_header_is_an_error(games, tmp_path, row):
+    path = archive.save(tmp_path / "games.xz", games[:1])
+    content = lzma.decompress(path.read_bytes())
+    size = int.from_bytes(content[:4], "little")
+    header = json.dumps(json.loads(content[4 : 4 + size]) | {"games": [row]}).encode()
+    path.write_bytes(lzma.compress(len(header).to_bytes(4, "little") + header + content[4 + size :]))
+    with pytest.raises(DataError, match="is not an archive of demonstrations"):
+        archive.load(path)
+
+
+def test_an_archive_that_does_not_fit_the_disk_leaves_nothing(games, tmp_path):
+    with files_of_at_most(50), pytest.raises(DataError, match="File too large; free space or choose another file"):
+        archive.save(tmp_path / "games.xz", games)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_table_pairs_a_state_with_what_led_to_it_and_what_to_do(games):

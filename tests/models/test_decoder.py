@@ -104,9 +104,9 @@ def test_a_half_batch_draws_its_part_of_the_whole_batchs_masks() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"heads": 3}, "set head_width"),
-        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4"),
-        ({"positions": "learned", "position_table": 8}, "raise position_table"),
+        ({"heads": 3}, r"set head_width \(--model.decoder.head-width\), or heads to a divisor"),
+        ({"kv_heads": 3}, r"heads=4; set kv_heads \(--model.decoder.kv-heads\) to a divisor of heads"),
+        ({"positions": "learned", "position_table": 8}, r"raise position_table \(--model.decoder.position-table\)"),
         ({"dropout": 1.0}, "dropout"),
         ({"layers": 0}, "layers"),
         ({"norm": "batchnorm"}, "norm must be one of"),

@@ -59,7 +59,7 @@ class Options:
     demonstrate: int | None = None
     first_seed: int = 0
     expert: str = "look-ahead"
-    levels: tuple[int, ...] = ()
+    levels: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: a mix)")] = ()
     processes: int | None = None
     json: Flag = False
 

@@ -52,7 +52,7 @@ def prepare_text(source: str | Path, out: str | Path | None = None, kind: str = 
 def prepare_tinyshakespeare(out: str | Path | None = None, source: str | Path | None = None) -> dict[str, Any]:
     """Prepare tinyshakespeare by characters, fetched or from a file; see `prepare_text` for what it returns."""
     cached = _cached("tinyshakespeare", "characters", sources.TINYSHAKESPEARE_SHA256)
-    if out is None and source is None and cached.exists():
+    if out is None and source is None and shards.exists(cached):
         return load_dataset(cached).summary()
     file = Path(source) if source else None
     return _prepare(

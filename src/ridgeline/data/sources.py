@@ -24,8 +24,18 @@ NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 
 
 def cache() -> Path:
-    """The folder for data sets that were prepared without naming one: RIDGELINE_CACHE or ~/.cache/ridgeline."""
-    return Path(os.environ.get("RIDGELINE_CACHE") or Path.home() / ".cache" / "ridgeline")
+    """The folder for data sets that were prepared without naming one: RIDGELINE_CACHE or ~/.cache/ridgeline.
+
+    Raises:
+        DataError: there is no home folder and the variable is not set.
+    """
+    named = os.environ.get("RIDGELINE_CACHE")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "ridgeline"
+    except RuntimeError as error:
+        raise DataError("there is no home folder to keep data sets in; set RIDGELINE_CACHE to a folder") from error
 
 
 def tinyshakespeare(source: Path | None = None) -> NDArray[np.uint8]:

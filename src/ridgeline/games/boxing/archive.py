@@ -10,6 +10,7 @@ header              {"format", "schema", "origins": […], "games": […]}, a ga
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
 import os
@@ -65,7 +66,9 @@ def save(path: Path, games: Sequence[Demonstration]) -> Path:
         aside.write_bytes(lzma.compress(content, filters=_FILTERS))
         os.replace(aside, path)
     except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror}; choose another file") from error
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise DataError(f"cannot write {path}: {error.strerror}; free space or choose another file") from error
     return path
 
 
@@ -84,8 +87,10 @@ def load(path: Path = SHIPPED) -> list[Demonstration]:
         return _games(header, content[4 + size :])
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); give a file of demonstrations") from error
-    except (lzma.LZMAError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a file of demonstrations ({error}); generate it again") from error
+    except (lzma.LZMAError, AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{path} is not an archive of demonstrations ({error}); give one, or a file of JSON lines (.jsonl)"
+        ) from error
 
 
 def _games(header: dict[str, Any], body: bytes) -> list[Demonstration]:
