@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -6,18 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ridgeline.cli import VERBS, main
+from command_line import SHORT, TINY, last_json, refused, run, train_tiny
+from ridgeline.cli import VERBS
 from ridgeline.cli.flags import changes, merge, mirror
 from ridgeline.cli.threads import usable_cores
 from ridgeline.games.boxing import archive
 from ridgeline.presets import PRESETS, preset
 from ridgeline.train.settings import read_toml
-
-TINY = [
-    *("--model.decoder.layers", "1", "--model.decoder.width", "16"),
-    *("--model.decoder.heads", "2", "--model.decoder.context", "16"),
-]
-SHORT = ["--window.context", "16", "--batch", "4", "--eval-interval", "5", "--eval-windows", "8", "--device", "cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,36 +29,6 @@ def text(tmp_path):
     file = tmp_path / "words.txt"
     file.write_text("the cat sat on the mat and the rat ran at the cat; " * 60)
     return str(file)
-
-
-def run(capsys, *arguments):
-    """Exit code, standard output and standard error of a command line."""
-    capsys.readouterr()
-    try:
-        code = main([str(argument) for argument in arguments])
-    except SystemExit as leaving:
-        code = leaving.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def last_json(output):
-    return json.loads(output.splitlines()[-1])
-
-
-def refused(capsys, *arguments):
-    """The one sentence with which a command line is refused."""
-    code, output, complaint = run(capsys, *arguments)
-    assert code == 2
-    assert output == ""
-    lines = [line for line in complaint.splitlines() if line.strip()]
-    assert len(lines) == 1
-    assert lines[0].startswith("ridgeline: ")
-    return lines[0].removeprefix("ridgeline: ")
-
-
-def train_tiny(capsys, text, *more):
-    return run(capsys, "train", "gpt2-c256", "--data", text, *TINY, *SHORT, *more)
 
 
 def test_help_names_every_verb(capsys):

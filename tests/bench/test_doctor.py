@@ -1,5 +1,6 @@
 """Doctor: what would run, attention's backend as PyTorch itself says, known bad combinations with cures."""
 
+import importlib.util
 import json
 from dataclasses import replace
 
@@ -168,6 +169,13 @@ def test_on_the_cpu_every_op_is_pytorchs_and_every_kernel_has_a_reason() -> None
                 assert "CUDA" in choice.others[impl], (choice.op, choice.others[impl])
         assert [choice.op for choice in choices][2:4] == ["attention", "MLP products with GELU"]
         assert any("dropout" in choice.op for choice in choices) is (preset(name).model.decoder.dropout > 0)
+
+
+def test_without_a_card_nothing_is_to_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+    for choice in choices_of(preset("hal-20m").model, CPU, torch.float32, 4, 256):
+        assert not any("install" in reason for reason in choice.others.values()), choice
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA card here")

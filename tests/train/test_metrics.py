@@ -39,7 +39,7 @@ def test_the_live_line_says_speed_loss_and_time_left(monkeypatch):
     with LiveLine(Console(file=stream, width=200), "tiny") as line:
         line.val_loss = 2.5
         line.update(12, 0.25, 3.0, 1_234_567.0, 90.0)
-    assert stream.getvalue() == "tiny  step 12   25%  loss 3.0000  val 2.5000  1.23 M tokens/s  1:30 left\n"
+    assert stream.getvalue() == "tiny  step 12   25%  loss 3.0000 (smoothed)  val 2.5000  1.23 M tokens/s  1:30 left\n"
 
 
 def test_mfu_counts_what_the_model_needs_on_the_card(config, change):

@@ -165,13 +165,29 @@ def choices_of(model: ModelConfig, device: torch.device, dtype: torch.dtype, B: 
     def elsewhere(module: Any) -> Why:
         return lambda impl: None if impl in PYTORCHS else module.available(impl, device) or unfused or None
 
+    def where_it_counts(why: Why) -> Why:
+        """Without a card that is the reason: to install what a kernel lacks as well would change nothing."""
+        return lambda impl: unfused if device.type != "cuda" and impl not in PYTORCHS else why(impl)
+
     default = "torch" if fused is None else None
     ops = [
-        pick(name, tuple(dict.fromkeys(("torch", *module.IMPLEMENTATIONS))), elsewhere(module), uses=default)
+        pick(
+            name,
+            tuple(dict.fromkeys(("torch", *module.IMPLEMENTATIONS))),
+            where_it_counts(elsewhere(module)),
+            uses=default,
+        )
         for name, module in _modules(model)
     ]
-    mixing = pick("attention", attention.IMPLEMENTATIONS, attending, uses=fused.attention if fused else "torch")
-    products = pick("MLP products with GELU", linear.IMPLEMENTATIONS, multiplying, uses=fused.mlp if fused else "torch")
+    mixing = pick(
+        "attention", attention.IMPLEMENTATIONS, where_it_counts(attending), uses=fused.attention if fused else "torch"
+    )
+    products = pick(
+        "MLP products with GELU",
+        linear.IMPLEMENTATIONS,
+        where_it_counts(multiplying),
+        uses=fused.mlp if fused else "torch",
+    )
     return [*ops[:2], mixing, products, *ops[2:]]
 
 

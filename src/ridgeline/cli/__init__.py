@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
+from types import FrameType, ModuleType
 
 import ridgeline
 from ridgeline.cli.threads import configure_threads
@@ -20,6 +23,7 @@ VERBS = {
     "doctor": "say what would run here and why, and what is known to go wrong",
     "demo": "train on the shipped Boxing games, then play 30 games",
 }
+FLAGS = ("--help", "--version")
 INTERRUPTED = 130  # exit code after SIGINT, as shells have it
 CUT_OFF = 141  # exit code after SIGPIPE, likewise
 REFUSED = 2  # exit code of an error that the user can cure
@@ -50,7 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = arguments
     if verb not in VERBS:
-        return _refuse(nearest(verb, VERBS, "verb"))
+        return _refuse(nearest(verb, FLAGS, "option") if verb.startswith("-") else nearest(verb, VERBS, "verb"))
+    odd = next((word for word in rest if not _is_text(word)), None)
+    if odd is not None:
+        return _refuse(f"the argument {odd!r} is not UTF-8; write it in UTF-8")
     configure_threads()
     try:
         return _run(verb, rest)
@@ -66,9 +73,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(verb: str, arguments: list[str]) -> int:
     try:
-        return importlib.import_module(f"ridgeline.cli.{verb}").run(arguments)
+        return _module(verb).run(arguments)
     finally:
         sys.stdout.flush()
+
+
+def _module(verb: str) -> ModuleType:
+    """A verb's module. Ctrl-C ends the process at once meanwhile: nothing has begun, and PyTorch, interrupted while it
+    is imported, raises errors of its own."""
+    unhandled = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    if unhandled or threading.current_thread() is not threading.main_thread():
+        return importlib.import_module(f"ridgeline.cli.{verb}")
+    before = signal.signal(signal.SIGINT, _leave)
+    try:
+        return importlib.import_module(f"ridgeline.cli.{verb}")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _is_text(word: str) -> bool:
+    """Whether an argument is UTF-8; Python hands other bytes over as lone surrogates."""
+    try:
+        word.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _refuse(reason: str) -> int:

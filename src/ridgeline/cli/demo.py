@@ -12,7 +12,9 @@ from rich.console import Console
 from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.output import Flag, parse
 from ridgeline.cli.play import judge, table
-from ridgeline.errors import require
+from ridgeline.errors import ConfigError, require
+from ridgeline.games import game
+from ridgeline.games.env import FIRST_EVALUATION_SEED, check_seeds
 from ridgeline.presets import preset
 from ridgeline.train import train
 
@@ -44,9 +46,10 @@ class Options:
 def run(arguments: Sequence[str]) -> int:
     """Train, play, print."""
     options = parse(Options, arguments, "demo")
+    _check(options)
+    config = dataclasses.replace(preset("boxing"), minutes=options.minutes, steps=None, tokens=None, out=options.out)
     require("ale_py", "games")
     replay_shipped("boxing")
-    config = dataclasses.replace(preset("boxing"), minutes=options.minutes, steps=None, tokens=None, out=options.out)
     trained = train(config)
     if trained.interrupted:
         return INTERRUPTED
@@ -58,3 +61,13 @@ def run(arguments: Sequence[str]) -> int:
     played = {"checkpoint": str(trained.checkpoint), "ko_rate": result["ko"] / result["games"]}
     print(json.dumps({**result, **played}))
     return 0
+
+
+def _check(options: Options) -> None:
+    """Refuse games that could not be played before anything is trained."""
+    if options.games < 1:
+        raise ConfigError(f"games must be at least 1, got {options.games}")
+    check_seeds(FIRST_EVALUATION_SEED, options.games)
+    levels = game("boxing").levels
+    if options.level not in levels:
+        raise ConfigError(f"boxing has the levels {', '.join(map(str, levels))}, got {options.level}")

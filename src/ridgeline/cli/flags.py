@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 
 def mirror(config: Any, *, hidden: Collection[str] = (), unset: Collection[str] = ()) -> Any:
@@ -14,7 +16,7 @@ def mirror(config: Any, *, hidden: Collection[str] = (), unset: Collection[str] 
     Args:
         config: a dataclass instance; nested ones are mirrored too.
         hidden: dotted names of fields to leave out.
-        unset: names of fields that are None until the user sets them.
+        unset: names of fields that are None until the user sets them; the help names their value in `config`.
     """
     kinds = typing.get_type_hints(type(config))
     specification: list[tuple[str, Any, Any]] = []
@@ -28,6 +30,9 @@ def mirror(config: Any, *, hidden: Collection[str] = (), unset: Collection[str] 
             kind: Any = type(value)
         else:
             kind = kinds[field.name]
+            hint = f"(default: {'none' if value in (None, ()) else value})"
+            if field.name in unset or value == ():
+                kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=hint)]
             value = None if field.name in unset else value
         specification.append((field.name, kind, dataclasses.field(default=value)))
     made = dataclasses.make_dataclass(type(config).__name__, specification, kw_only=True, frozen=True)

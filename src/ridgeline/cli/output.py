@@ -2,28 +2,70 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Annotated, Any, TypeVar
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ridgeline.cli.mistakes import find_mistake
+from ridgeline.errors import ConfigError
+
 T = TypeVar("T")
+HELP = {"-h", "--help"}
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
-def parse(kind: type[T], arguments: Sequence[str], verb: str, about: str | None = None) -> T:
-    """The arguments of a verb as a dataclass; prints help or a mistake with its nearest cure, and exits.
+def parse(
+    kind: type[T],
+    arguments: Sequence[str],
+    verb: str,
+    about: str | None = None,
+    fixed: Mapping[str, str] | None = None,
+) -> T:
+    """The arguments of a verb as a dataclass; help is printed, and ends the process.
 
     Args:
         kind: the dataclass; its documentation explains the options.
         arguments: of the verb.
         verb: as the user writes it.
         about: what the help begins with; None for the dataclass's own documentation.
+        fixed: names of options that do not exist, and why.
+
+    Raises:
+        ConfigError: a mistake, with its nearest cure.
     """
-    return tyro.cli(kind, args=list(arguments), prog=f"ridgeline {verb}", description=about)
+    if not HELP & set(arguments):
+        mistake = find_mistake(kind, arguments, verb, fixed or {})
+        if mistake:
+            raise ConfigError(mistake)
+    help_, said = io.StringIO(), io.StringIO()
+    try:
+        with redirect_stdout(help_), redirect_stderr(said):
+            return tyro.cli(kind, args=list(arguments), prog=f"ridgeline {verb}", description=about)
+    except SystemExit as leaving:
+        if leaving.code in (0, None):
+            print(_wrapped(help_.getvalue()))
+            raise
+        words = " ".join("".join(c for c in said.getvalue() if not "\u2500" <= c <= "\u257f").split())
+        raise ConfigError(f"{words}; see ridgeline {verb} --help") from leaving
+
+
+def _wrapped(text: str) -> str:
+    """The parser's help, whose paragraphs above the boxes it leaves on one line each, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.rstrip().splitlines():
+        indent = "  " if line.startswith("- ") else ""
+        boxed = "\u2500" <= line[:1] <= "\u257f"
+        lines.append(line if boxed else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
+    return "\n".join(lines)
 
 
 def emit(values: Mapping[str, Any], *, as_json: bool, title: str) -> None:

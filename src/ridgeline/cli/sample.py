@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
         device=options.device,
     )
     if not options.json:
-        print(result.prompt + result.text)
+        print(result.whole)
         return 0
     rate = result.tokens / result.seconds
     values = {"prompt": result.prompt, "text": result.text, "tokens": result.tokens}

@@ -13,7 +13,7 @@ import tyro
 from ridgeline import checkpoint
 from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.flags import changes, mirror
-from ridgeline.cli.output import Flag, emit, parse
+from ridgeline.cli.output import HELP, Flag, emit, parse
 from ridgeline.errors import ConfigError
 from ridgeline.presets import PRESETS, preset
 from ridgeline.train import TrainConfig, TrainResult, resume, train
@@ -21,17 +21,19 @@ from ridgeline.train.config import STOPS
 from ridgeline.train.settings import override, read_toml
 from ridgeline.train.state import LAST, config_to_resume
 
-# inputs and outputs belong to the data, a name to its preset
-HIDDEN = ("preset", *(f"model.{name}" for name in ("vocabulary", "heads", "categories", "numbers", "previous")))
+FIXED = {f"--model.{name}": "follows the data; leave it out" for name in ("vocabulary", "numbers")}
+FIXED |= {f"--model.{name}": "follow the data; leave them out" for name in ("heads", "categories", "previous")}
+FIXED["--preset"] = "is no option; name the preset first: ridgeline train PRESET"
+HIDDEN = tuple(name.removeprefix("--") for name in FIXED)
 INTERRUPTED = 130
 
 ABOUT = """Train a model: `ridgeline train PRESET [options]`, the preset first.
 
 {presets}
 
-Settings come from the preset, then from the TOML file of --config, then from the options. A file that names a
-`preset` needs none on the command line, and neither does --resume. The resolved settings are saved in the run's
-folder as config.toml, which --config takes. Ctrl-C finishes the step, saves and exits with 130.
+Settings come from the preset, then from the TOML file of --config, then from the options. No preset is needed with
+a file that names one (preset = "boxing") or with --resume. The resolved settings are saved in the run's folder as
+config.toml, which --config takes. Ctrl-C finishes the step, saves and exits with 130.
 
 With --json the last line is {{"preset", "steps", "tokens", "seconds", "tokens_per_s", "train_loss", "val_loss",
 "checkpoint"}}: losses in nats, of the last step and of the last validation."""
@@ -51,12 +53,12 @@ Attributes:
 def run(arguments: Sequence[str]) -> int:
     """Train, and say what came of it."""
     peeked, named = _peek(arguments)
-    base = _base(peeked, named, helping=bool({"-h", "--help"} & set(arguments)))
+    base = _base(peeked, named, helping=bool(HELP & set(arguments)))
     flags = mirror(base, hidden=HIDDEN, unset=STOPS)
     rest = arguments[1:] if named else arguments
     presets = "\n".join(f"- {name}: {(make.__doc__ or '').splitlines()[0]}" for name, make in PRESETS.items())
     about = ABOUT.format(presets=presets)
-    options: Any = parse(_options(flags), rest, f"train {named or 'PRESET'}", about)
+    options: Any = parse(_options(flags), rest, f"train {named or 'PRESET'}", about, FIXED)
     config = override(base, changes(flags, options.settings))
     if config.data in ("boxing", "boxing-visible"):
         replay_shipped(config.data)

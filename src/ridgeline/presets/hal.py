@@ -28,7 +28,9 @@ FOUR_HEADS = (
 
 
 def hal_20m(*, shoulder: bool = False, tables: tuple[int, int, int] = TABLES) -> TrainConfig:
-    """HAL's six layers of width 512. 19,845,065 parameters; 19,844,861 with the released model's tables.
+    """HAL, which plays Super Smash Bros. Melee: six layers of width 512, 19,845,065 parameters.
+
+    With the released model's tables 19,844,861.
 
     Args:
         shoulder: the four-head form, where the analog shoulder is a head of its own and the buttons lack L and R:
@@ -39,7 +41,7 @@ def hal_20m(*, shoulder: bool = False, tables: tuple[int, int, int] = TABLES) ->
 
 
 def hal_5m() -> TrainConfig:
-    """The first article's smaller model: half the width, every other frame. 5,309,641 parameters."""
+    """HAL's smaller model: half the width, every other frame. 5,309,641 parameters."""
     return _hal("hal-5m", layers=6, width=256, heads=4, stride=2, shoulder=False, tables=TABLES)
 
 

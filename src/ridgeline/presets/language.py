@@ -12,7 +12,7 @@ CHARACTERS = OptimizerConfig(lr=1e-3, floor=1e-4, warmup=20, betas=(0.9, 0.99), 
 
 
 def gpt2_c256() -> TrainConfig:
-    """Standard GPT-2 at width 256 over characters: the second article's baseline. 4,837,888 parameters at V = 65."""
+    """Standard GPT-2 at width 256 over characters. 4,837,888 parameters at V = 65 (tinyshakespeare's characters)."""
     decoder = DecoderConfig(layers=6, width=256, heads=8, gelu="tanh", positions="learned", context=256)
     return TrainConfig(
         preset="gpt2-c256",
@@ -28,10 +28,10 @@ def gpt2_c256() -> TrainConfig:
 
 
 def fast_c256() -> TrainConfig:
-    """FastTransformer of the second article: one KV head, 2× MLP, RMSNorm, no biases. 2,559,744 parameters at V = 65.
+    """FastTransformer: GPT-2 with one KV head, 2× MLP, RMSNorm, no biases. 2,559,744 parameters at V = 65.
 
-    The article's listing shows exact GELU and an RMSNorm eps of 1e-6; the code that its figures were measured with
-    has tanh GELU and 1e-5. This preset follows the code.
+    The listing in the article on it shows exact GELU and an RMSNorm eps of 1e-6; the code that its figures were
+    measured with has tanh GELU and 1e-5. This preset follows the code.
     """
     decoder = DecoderConfig(
         layers=6,

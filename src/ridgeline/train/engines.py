@@ -10,6 +10,8 @@ from ridgeline.models import Model, build
 from ridgeline.train.config import AUTO, ENGINES, TrainConfig
 from ridgeline.train.step import Step, TorchStep
 
+CARDS = ("gpu", "nvidia", "gpus")  # what people call a CUDA card
+
 
 def find_device(name: str) -> torch.device:
     """The device called `name`; "auto" is a CUDA card where there is one, else the CPU.
@@ -21,7 +23,9 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
-        raise UnsupportedError(f"{nearest(kind, (AUTO, 'cpu', 'cuda'), 'device')}")
+        known = (AUTO, "cpu", "cuda")
+        meant = "unknown device {name!r}; did you mean cuda?"
+        raise UnsupportedError(meant.format(name=name) if kind in CARDS else nearest(name, known, "device"))
     if kind == "cuda" and not torch.cuda.is_available():
         built = "PyTorch finds no usable card" if torch.version.cuda else "this PyTorch is built without CUDA"
         raise UnsupportedError(f"there is no GPU for device {name} ({built}); use --device cpu")

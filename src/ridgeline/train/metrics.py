@@ -180,7 +180,7 @@ class LiveLine:
         """
         before = loss if self._loss is None else self._loss
         self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
-        parts = [f"{self._name}  step {step}  {progress:4.0%}  loss {self._loss:.4f}"]
+        parts = [f"{self._name}  step {step}  {progress:4.0%}  loss {self._loss:.4f} (smoothed)"]
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.4f}")
         parts.append(f"{amount(rate)} tokens/s")

@@ -26,6 +26,7 @@ class Sample:
     Attributes:
         prompt: what was given.
         text: what follows it.
+        whole: both, as one text.
         tokens: number of tokens in `text`.
         seconds: time that generation took.
         checkpoint: where the weights came from.
@@ -33,6 +34,7 @@ class Sample:
 
     prompt: str
     text: str
+    whole: str
     tokens: int
     seconds: float
     checkpoint: Path
@@ -82,7 +84,9 @@ def sample(
     with enough_memory("lower --tokens, or use --device cpu"):
         ids = continue_tokens(model, torch.tensor(given, device=where), tokens, temperature, top_k, generator)
     seconds = time.perf_counter() - started
-    return Sample(prompt, vocabulary.decode(ids.tolist()), tokens, seconds, saved.path)
+    text = vocabulary.decode(ids.tolist())
+    whole = f"{prompt}{vocabulary.blank if prompt else ''}{text}"
+    return Sample(prompt, text, whole, tokens, seconds, saved.path)
 
 
 def load_language_model(saved: Checkpoint) -> tuple[LanguageModel, Vocabulary]:
