@@ -51,6 +51,7 @@ def write(
 
     Raises:
         DataError: the file cannot be used, a game replays differently here, or `out` exists.
+        ConfigError: fewer than one process.
         MissingExtraError: there is something to replay and no emulator.
     """
     workers = _workers(processes)

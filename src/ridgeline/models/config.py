@@ -66,8 +66,8 @@ class DecoderConfig:
                 raise ConfigError(f"{field} must be one of {', '.join(known)}, got {getattr(self, field)!r}")
         if self.head_width is None and self.width % self.heads:
             raise ConfigError(
-                f"heads={self.heads} does not divide width={self.width}; set head_width (--model.decoder.head-width), or "
-                "heads to a divisor of width"
+                f"heads={self.heads} does not divide width={self.width}; set head_width (--model.decoder.head-width), "
+                "or heads to a divisor of width"
             )
         if self.heads % self.groups:
             raise ConfigError(
