@@ -183,9 +183,9 @@ def test_a_missing_extra_names_its_installation(capsys, text, monkeypatch):
     complaint = refused(
         capsys, "train", "gpt2-c256", "--data", text, *TINY, *SHORT, "--steps", 1, "--track", "tensorboard"
     )
-    assert "pip install 'ridgeline[track]'" in complaint
+    assert "pip install '.[track]'" in complaint
     monkeypatch.setitem(sys.modules, "ale_py", None)
-    assert "pip install 'ridgeline[games]'" in refused(capsys, "demo")
+    assert "pip install '.[games]'" in refused(capsys, "demo")
 
 
 def test_data_describes_what_it_prepared(capsys, text):

@@ -63,5 +63,5 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise MissingExtraError(
-            f"{module} is not installed; install it with: pip install 'ridgeline[{extra}]'"
+            f"{module} is not installed; in a clone of ridgeline run: pip install '.[{extra}]'"
         ) from error
