@@ -127,6 +127,7 @@ def test_resume_by_the_command_line(capsys, text):
         (["--window.context", 17], "window.context=17 is longer than the model's context=16"),
         (["--steps", 5, "--minutes", 1], "set exactly one of steps, tokens and minutes"),
         (["--device", "cpux"], "unknown device 'cpux'"),
+        (["--device", "gpu"], "unknown device 'gpu'; did you mean cuda?"),
         (["--engine", "best-of-all"], "unknown engine"),
         (["--data", "no/such/file.txt"], "there is no file or folder no/such/file.txt"),
         (["--init-from", "nowhere"], "nowhere does not exist"),
