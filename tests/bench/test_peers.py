@@ -74,5 +74,5 @@ def test_what_a_peer_cannot_express(peer, name):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, peer):
     for module in ("transformers", "liger_kernel"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"ridgeline\[peers\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[peers\]"):
         peer_model(peer, small("gpt2-c256"))

@@ -96,5 +96,5 @@ def test_settings_that_cannot_be():
 
 def test_without_the_emulator_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ale_py", None)
-    with pytest.raises(MissingExtraError, match=r"ridgeline\[games\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[games\]"):
         Boxing()

@@ -304,5 +304,5 @@ def test_a_game_that_does_not_end_is_an_error():
 
 def test_without_the_emulator_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ale_py", None)
-    with pytest.raises(MissingExtraError, match=r"ridgeline\[games\]"):
+    with pytest.raises(MissingExtraError, match=r"\.\[games\]"):
         next(play_games(player(), [1], level=0))
