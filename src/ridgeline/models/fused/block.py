@@ -22,7 +22,7 @@ from torch import Tensor
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.attention import ATTENTION, AttentionStep, Shape
 from ridgeline.models.fused.choices import Choices
-from ridgeline.models.fused.gradients import Side, column_gradients, matrix_gradient, table_gradient
+from ridgeline.models.fused.gradients import Side, column_gradients, deliver, matrix_gradient
 from ridgeline.models.fused.mlp import Hidden, hidden_backward, hidden_forward
 from ridgeline.ops.norm import triton as norm
 
@@ -186,7 +186,7 @@ def block_backward(
     grads |= {"norm_2.weight_C": joined.dweight_C, "norm_2.bias_C": joined.dbias_C, "out_bias_C": joined.dbranch_bias_C}
     grads["out_CM"] = side.run(matrix_gradient, weights.out_CM, joined.dbranch_NC, saved.attention.mixed_NM)
     attention = saved.attention.backward(joined.dbranch_NC @ weights.out_CM, bias=weights.qkv_bias_Q is not None)
-    grads["relative_RD"] = side.run(table_gradient, weights.relative_RD, attention.dtable_RD)
+    grads["relative_RD"] = side.run(deliver, weights.relative_RD, attention.dtable_RD)
     grads["qkv_QC"] = side.run(matrix_gradient, weights.qkv_QC, attention.dqkv_NQ, first.h_NC)
     if weights.qkv_bias_Q is not None:
         grads["qkv_bias_Q"] = side.run(column_gradients, attention.partials_PQ, [weights.qkv_bias_Q])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,7 @@ def split_heads(config: DecoderConfig, qkv_BTQ: torch.Tensor) -> tuple[torch.Ten
     return q, k, v
 
 
+@functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
 def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> Choices:
     """The fastest implementations that can run here, by measurement on an H200."""
     names = ("cuda", "triton", "reference")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
-from ridgeline.ops.sink import GradientSink, sink_of
+from ridgeline.ops.sink import sink_of
 
 Result = TypeVar("Result")
 
@@ -65,33 +65,19 @@ def column_gradients(partials_PW: Tensor, weights: Sequence[Tensor]) -> list[Ten
 
     One launch writes all of them, also into sinks that are views of one flat buffer.
     """
-    sinks = [sink_of(weight) for weight in weights]
-    targets = [sink.take() for sink in sinks if sink is not None]
-    if len(targets) < len(weights) or len({(t.untyped_storage().data_ptr(), add) for t, add in targets}) > 1:
+    sinks = [sink for sink in map(sink_of, weights) if sink is not None]
+    buffers = {(sink.target.untyped_storage().data_ptr(), sink.add or sink.written) for sink in sinks}
+    if len(sinks) < len(weights) or len(buffers) > 1:
         out_W = partials_PW.new_empty(partials_PW.shape[1])
         column_sums_raw(partials_PW, out_W, accumulate=False)
-        return _hand_out(out_W.split([w.numel() for w in weights]), sinks, targets)
+        parts = out_W.split([weight.numel() for weight in weights])
+        return [deliver(weight, part) for weight, part in zip(weights, parts, strict=True)]
+    targets = [sink.take() for sink in sinks]
     first, add = targets[0]
     flat = first.as_strided((first.untyped_storage().nbytes() // 4,), (1,), 0)
     places = tuple((target.storage_offset(), target.numel()) for target, _ in targets)
     column_sums_raw(partials_PW, flat, _index(places, first.device), accumulate=add)
     return [None] * len(weights)
-
-
-def _hand_out(
-    parts: Sequence[Tensor], sinks: Sequence[GradientSink | None], targets: list[tuple[Tensor, bool]]
-) -> list[Tensor | None]:
-    """Parts to their sinks' targets where they have one, else back."""
-    rest = list(targets)
-    out: list[Tensor | None] = []
-    for part, sink in zip(parts, sinks, strict=True):
-        if sink is None:
-            out.append(part)
-            continue
-        target, add = rest.pop(0)
-        target.add_(part) if add else target.copy_(part)
-        out.append(None)
-    return out
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,12 +86,12 @@ def _index(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     return torch.cat([torch.arange(start, start + size) for start, size in places]).to(device, torch.int32)
 
 
-def table_gradient(table_RD: Tensor | None, gradient_RD: Tensor | None) -> Tensor | None:
-    """A gradient that a kernel has left in a tensor of its own."""
-    if table_RD is None or gradient_RD is None:
+def deliver(weight: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """A gradient that exists as a tensor: into the weight's sink (None), or back where there is none."""
+    if weight is None or gradient is None:
         return None
-    sink = sink_of(table_RD)
+    sink = sink_of(weight)
     if sink is None:
-        return gradient_RD
-    sink.put(gradient_RD)
+        return gradient
+    sink.put(gradient)
     return None
