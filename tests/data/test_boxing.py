@@ -12,6 +12,7 @@ from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, DataError
 from ridgeline.games.boxing import archive
 from ridgeline.games.boxing.actions import CONTROLLERS
+from ridgeline.games.boxing.adapter import GAME
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def test_demonstrations_become_a_data_set_that_batches_read(played, tmp_path):
     assert result["frames"] == sum(len(game.labels) for game in games)
     data = api.load_dataset(tmp_path / "out")
     assert [origin["seed"] for origin in data.provenance] == [5, 6]
-    assert data.features == boxing.feature_id(visible=False)
+    assert data.features == GAME.features(visible=False)
     controllers = np.array(CONTROLLERS)
     for index, game in enumerate(games):
         rows = slice(data.offsets[index], data.offsets[index + 1])

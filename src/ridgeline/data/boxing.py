@@ -9,24 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from ridgeline.checkpoint import sha256
 from ridgeline.data import games, shards, sources
 from ridgeline.errors import ConfigError, DataError
 from ridgeline.games.boxing import archive, generate, tables
 from ridgeline.games.boxing.actions import HEADS
+from ridgeline.games.boxing.adapter import GAME
 from ridgeline.games.boxing.demos import FIRST_EVALUATION_SEED, Demonstration
 from ridgeline.games.boxing.experts import expert
 from ridgeline.games.boxing.features import FEATURES_VERSION
 from ridgeline.games.boxing.game import LEVELS
-
-GAME = "boxing"
-
-
-def feature_id(visible: bool) -> dict[str, Any]:
-    """What the columns mean, as data sets and checkpoints record it."""
-    return {"game": GAME, "version": FEATURES_VERSION, "visible": visible}
 
 
 def write(
@@ -59,7 +52,7 @@ def write(
         shards.check_new(out)
     file = source or archive.SHIPPED
     demonstrations = _read(file)
-    name = GAME + ("-visible" if visible else "")
+    name = GAME.name + ("-visible" if visible else "")
     folder = out or sources.cache() / f"{name}-v{FEATURES_VERSION}-{sha256(file)[:16]}"
     if shards.exists(folder):
         return folder
@@ -67,9 +60,9 @@ def write(
         folder,
         tables.tables(demonstrations, visible=visible, processes=workers, progress=progress),
         name=name,
-        game=GAME,
+        game=GAME.name,
         heads=HEADS,
-        features=feature_id(visible),
+        features=GAME.features(visible),
         provenance=[demonstration.provenance() for demonstration in demonstrations],
         once=out is None,
     )
