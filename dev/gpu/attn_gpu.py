@@ -2,7 +2,7 @@
 import concurrent.futures as cf, json, os, subprocess, sys, time
 from pathlib import Path
 
-OUT = Path(os.environ.get("OUT", "/tmp")); ROOT = Path(__file__).resolve().parent.parent
+OUT = Path(os.environ.get("OUT", "/tmp")); ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 # name: B, T, H, G, D, relative, p, table rows, fp16
 CASES = {

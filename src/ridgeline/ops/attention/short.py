@@ -210,9 +210,9 @@ def backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
     tile, square = 128 * D, 64 * 128
     pairs = 5 if blocks == 4 and D == 64 else 2 * blocks
     stages = 1 if relative and D == 64 and blocks > 2 else 2
-    smem = (2 * pairs + 1) * tile + 2 * stages * square + 8 * (2 * blocks + 2 * stages + 16)
+    smem = (2 * pairs + 1) * tile + 2 * stages * square + 8 * (2 * blocks + 2 * stages + 17)
     if relative:
-        smem += blocks * tile + 2 * square + blocks * 256 * D + 512
+        smem += blocks * tile + 3 * square + blocks * 256 * D + 512
     return (512 if relative else 384), smem
 
 

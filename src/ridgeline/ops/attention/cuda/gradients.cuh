@@ -67,8 +67,9 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
 // ---- queries
 // dq += G·window, and the window's dE, kept in shared memory by the thread that holds it, += Gᵀ·Q.
 RL_D void add_window_gradient(float (&dq)[D / 2], const Place& p, int i, int window, u32 count) {
-  barrier_wait(p.barrier(G_FULL), count & 1);
-  const u32 operands = p.operands(), g = operands + units(G_AT);
+  const u32 stage = count & 1;
+  barrier_wait(p.barrier(G_FULL + stage), count >> 1 & 1);
+  const u32 operands = p.operands(), g = operands + units(G_AT) + stage * units(SQUARE);
   float de[D / 2];
   wgmma_fence();
   multiply_square_transposed(de, g, operands + queries_operand(i), true);
@@ -77,7 +78,7 @@ RL_D void add_window_gradient(float (&dq)[D / 2], const Place& p, int i, int win
   wgmma_wait<0>();
   wgmma_touch(dq);
   wgmma_touch(de);
-  arrive_for_warp(p.barrier(G_EMPTY), p.lane);
+  arrive_for_warp(p.barrier(G_EMPTY + stage), p.lane);
   const u32 at = p.smem + DE_AT + window * WINDOW_SUM + 16 * (32 * p.warp + p.lane);
 #pragma unroll
   for (int x = 0; x < D / 8; ++x) {
@@ -108,13 +109,13 @@ RL_D void store_table_part(const Arguments& a, const Place& p) {
     }
 }
 // Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
-RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 squares) {
+RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 squares, u32 windows) {
   const Copies copies = copies_after(n);
   const int for_unit = copies.next_head ? a.next_unit(unit) : unit;
   if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
-  const Stage stage(squares);
-  barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase);  // all are done with P and dS, so `keys` with its tiles,
-  barrier_wait(p.barrier(QUERIES_DONE), squares & 1);               // and `queries` also with the windows
+  const Stage stage(squares);  // all are done with P and dS, so `keys` with its tiles, and `queries` with the last window
+  barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase);
+  if (windows > 0) barrier_wait(p.barrier(G_EMPTY + (windows - 1 & 1)), windows - 1 >> 1 & 1);
   const Head head(a, for_unit);
   if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
   if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
@@ -146,10 +147,7 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
       if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
-      if (p.lane == 0) {
-        barrier_arrive(p.barrier(QUERIES_DONE));
-        if (p.warp == 0) copy_after(a, p, unit, n, squares);
-      }
+      if (p.warp == 0 && p.lane == 0) copy_after(a, p, unit, n, squares, windows);
       sync_warp();
       if (q.last && q.j > 0) {
 #pragma unroll

@@ -10,9 +10,11 @@ namespace rl {
 constexpr int OPEN_KEYS = D == 64 ? 2 : 4;
 constexpr bool SPLIT = BLOCKS == 4 && OPEN_KEYS == 2;
 constexpr int SQUARES = BLOCKS * (BLOCKS + 1) / 2;
-// Whether `scores` starts the next square before this one's P and dS are stored, and `relative` carries gradients back one
-// square behind: not with one block, whose next copies wait for both.
-constexpr bool AHEAD = BLOCKS > 1, BEHIND = BLOCKS > 1;
+// Whether `scores` starts the next square before this one's P and dS are stored. With the relative term it must not: the
+// next square waits for `relative`, which waits for this one's dS. With one block the next copies wait for all of this.
+constexpr bool AHEAD = BLOCKS > 1 && !RELATIVE;
+// Whether `relative` carries gradients back one square behind.
+constexpr bool BEHIND = BLOCKS > 1;
 
 struct Square {
   int i, j;          // blocks of 64 queries and of 64 keys
@@ -98,7 +100,7 @@ struct Stage {
 constexpr int WINDOWS_AT = 0;                                                    // of the table, window 0 first
 constexpr int PAIRS_AT = WINDOWS_AT + (RELATIVE ? BLOCKS * TILE : 0), O_AT = PAIRS_AT + PAIRS * PAIR;
 constexpr int P_AT = O_AT + TILE, DS_AT = P_AT + STAGES * SQUARE, G_AT = DS_AT + STAGES * SQUARE;  // G: gradient of a window of Q·Eᵀ
-constexpr int R_AT = G_AT + (RELATIVE ? SQUARE : 0);                             // the relative scores of a square
+constexpr int R_AT = G_AT + (RELATIVE ? 2 * SQUARE : 0);                         // the relative scores of a square
 constexpr int DE_AT = R_AT + (RELATIVE ? SQUARE : 0), WINDOW_SUM = 64 * D * 4;   // dE in fp32, a window after the other
 constexpr int ROWS_AT = DE_AT + (RELATIVE ? BLOCKS * WINDOW_SUM : 0);            // log-sum-exp and delta of 64 rows
 constexpr int BARRIERS_AT = ROWS_AT + (RELATIVE ? 64 * 8 : 0);
@@ -111,8 +113,9 @@ enum Barrier {
   TABLE_FULL = R_EMPTY + 4,
   STAGE_FULL,                         // P and dS
   STAGE_EMPTY = STAGE_FULL + STAGES,
-  G_FULL = STAGE_EMPTY + STAGES, G_EMPTY, QUERIES_DONE,      // `queries` with a square
-  BARRIERS
+  G_FULL = STAGE_EMPTY + STAGES,      // two stages
+  G_EMPTY = G_FULL + 2,
+  BARRIERS = G_EMPTY + 2
 };
 RL_HD constexpr int arrivals(int barrier) {  // one arrival a warp, or one copy
   return barrier < STAGE_FULL ? 1 : barrier >= STAGE_EMPTY && barrier < G_FULL ? (RELATIVE ? 12 : 8) : 4;

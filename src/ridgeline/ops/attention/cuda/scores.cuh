@@ -184,10 +184,11 @@ RL_D void start_window(float (&r)[32], u32 operands, int i, int window) {
 RL_D void send_window_gradient(const Band& keys, const Place& p, const Shift& to_right, u32 count) {
   u32 g[16];
   shift_band(g, keys, to_right, p.warp);
-  barrier_wait(p.barrier(G_EMPTY), ~count & 1);
-  store_square(p.smem + G_AT, g, p.warp, p.lane);
+  const u32 stage = count & 1;
+  barrier_wait(p.barrier(G_EMPTY + stage), ~(count >> 1) & 1);
+  store_square(p.smem + G_AT + stage * SQUARE, g, p.warp, p.lane);
   fence_async();
-  arrive_for_warp(p.barrier(G_FULL), p.lane);
+  arrive_for_warp(p.barrier(G_FULL + stage), p.lane);
 }
 struct WayBack {  // from dS to the gradients of windows
   Band keys;
