@@ -1,0 +1,81 @@
+"""Timeline of one block of the backward kernel : clock marks in a copy of the source. About 8 s."""
+import os, shutil, statistics as st, sys
+from pathlib import Path
+sys.path.insert(0, str(Path(__file__).parent))
+import attn_gpu as A
+SRC = A.ROOT / "src/ridgeline/ops/attention/cuda"
+MARK = '''#define MARK(group, square, id) do { if (p.warp == 0 && p.lane == 0 && blockIdx.x == 0 && (square) < 300) reinterpret_cast<i64*>(a.dk_heads)[((group) * 300 + (square)) * 16 + (id)] = clock64(); } while (0)
+'''
+S = [  # file, anchor, group, square, id, after
+    ("scores.cuh", "      if (q.first) {\n        if (RELATIVE) rows = start.next_rows;", 0, "squares", 0, 0),
+    ("scores.cuh", "      wgmma_touch(s);\n      wgmma_touch(dp);\n", 0, "squares", 1, 1),
+    ("scores.cuh", "      if (AHEAD) start.run(s, dp, next, parity, more);\n", 0, "squares", 2, 0),
+    ("scores.cuh", "      const Stage stage(squares);\n      barrier_wait(p.barrier(STAGE_EMPTY", 0, "squares", 3, 0),
+    ("scores.cuh", "      barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase ^ 1);\n", 0, "squares", 4, 1),
+    ("scores.cuh", "      if (!AHEAD) start.run(s, dp, next, parity, more);\n", 0, "squares", 5, 0),
+    ("scores.cuh", "      Rows rows;\n      if (q.first) rows = visits.take(a, p, unit, n);\n", 1, "squares", 0, 0),
+    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      u32 pairs", 1, "squares", 1, 0),
+    ("scores.cuh", "      barrier_wait(p.barrier(R_EMPTY + p.warp), ~squares & 1);\n", 1, "squares", 2, 0),
+    ("scores.cuh", "      barrier_wait(p.barrier(R_EMPTY + p.warp), ~squares & 1);\n", 1, "squares", 3, 1),
+    ("scores.cuh", "      if (BLOCKS > 2) begin_next();\n", 1, "squares", 4, 0),
+    ("scores.cuh", "      if (!BEHIND)\n", 1, "squares", 5, 0),
+    ("scores.cuh", "      if (BLOCKS <= 2) begin_next();\n", 1, "squares", 6, 0),
+    ("gradients.cuh", "      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);\n      const u32 operands = p.operands(), queries", 2, "done * SQUARES + n", 0, 0),
+    ("gradients.cuh", "      const u32 operands = p.operands(), queries = operands", 2, "done * SQUARES + n", 1, 0),
+    ("gradients.cuh", "      wgmma_touch(dk[slot]);\n", 2, "done * SQUARES + n", 2, 1),
+    ("gradients.cuh", "store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);\n", 2, "done * SQUARES + n", 3, 1),
+    ("gradients.cuh", "      const Stage stage(squares);\n      barrier_wait", 3, "squares", 0, 0),
+    ("gradients.cuh", "      const u32 operands = p.operands();\n      wgmma_fence();\n      multiply_square(dq, operands + units(DS_AT)", 3, "squares", 1, 0),
+    ("gradients.cuh", "      if (RELATIVE && q.i != q.j) add_window", 3, "squares", 2, 0),
+    ("gradients.cuh", "      if (p.warp == 0 && p.lane == 0) copy_after", 3, "squares", 3, 0),
+    ("gradients.cuh", "      if (q.last && q.j > 0) {", 3, "squares", 4, 0),
+    ("gradients.cuh", "        store_query_rows(a, p, Head(a, unit), q.i, dq);\n      }\n", 3, "squares", 5, 1),
+]
+NAMES = ["scores: top | wgmma wait | elementwise | begin next | stage empty | store", "relative: top | rows + wgmma wait | skew | R empty | store | begin next | back",
+         "keys: top | stage full | wgmma | flush", "queries: top | stage full | dq | windows | copies | store"]
+COUNT = [6, 7, 4, 6]
+
+def patched(folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {f.name: f.read_text() for f in SRC.glob("*.cu*")}
+    texts["schedule.cuh"] = texts["schedule.cuh"].replace("struct Place {", MARK + "struct Place {", 1)
+    for file, anchor, group, square, id, after in S:
+        s = texts[file]
+        assert s.count(anchor) == 1, (s.count(anchor), anchor)
+        m = f"MARK({group}, {square}, {id});\n"
+        texts[file] = s.replace(anchor, anchor + m if after else m + anchor)
+    for n, s in texts.items(): (folder / n).write_text(s)
+    return folder / "backward.cu"
+
+def run(name):
+    import torch
+    from ridgeline.ops.attention import short
+    case = A.TIMES[name]; us = A.Ours(case, A.make(case)); us.fwd(); torch.cuda.synchronize()
+    path, real = patched(Path("/tmp/attn_trace")), short.cuda.load
+    buf = torch.zeros(4 * 300 * 16, dtype=torch.int64, device="cuda")
+    class Fake:
+        def __init__(s, k): s.k = k
+        def launch(s, grid, block, smem, args, *more, **kw): args = list(args); args[10] = buf; s.k.launch(grid, block, smem, args, *more, **kw)
+    class M:
+        def __init__(s, m): s.m = m
+        def kernel(s, n, k): return Fake(s.m.kernel(n, k))
+    short.cuda.load = lambda p, d: M(real(path, d)) if p.name == "backward.cu" else real(p, d)
+    try:
+        us.bwd(); torch.cuda.synchronize(); us.bwd(); torch.cuda.synchronize()
+    finally: short.cuda.load = real
+    x = buf.view(4, 300, 16).cpu().tolist(); b = -(-case[1] // 64); per = b * (b + 1) // 2; heads = range(5, 25)
+    print(f"TRACE {name}: cycles a head {(x[0][per * 25][1] - x[0][per * 5][1]) / 20:.0f}")
+    for g in range(4):
+        print(" " + NAMES[g])
+        for s in range(per):
+            row = []
+            for i in range(COUNT[g] - 1):
+                d = [x[g][h * per + s][i + 1] - x[g][h * per + s][i] for h in heads if x[g][h * per + s][i] and x[g][h * per + s][i + 1]]
+                row.append(int(st.median(d)) if d else -1)
+            lag = int(st.median([x[g][h * per + s][1] - x[0][h * per + s][1] for h in heads]))
+            print("  ", s, row, "after scores", lag)
+
+if __name__ == "__main__":
+    for n in sys.argv[1:] or ["HAL-20M p=.2"]:
+        try: run(n)
+        except Exception as e: print("TRACE FAILED", n, repr(e)[:300])
