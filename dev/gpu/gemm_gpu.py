@@ -62,7 +62,7 @@ def problem(M, N, K, epilogue):
     }[epilogue]
 
     def launch(config, source):
-        if gemm.SOURCE != source:
+        if source != gemm.SOURCE:
             gemm.SOURCE = source
             gemm._kernel.cache_clear()
         return gemm.gemm(x, w, out, config, **extra)
