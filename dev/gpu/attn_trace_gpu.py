@@ -75,7 +75,49 @@ def run(name):
             lag = int(st.median([x[g][h * per + s][1] - x[0][h * per + s][1] for h in heads]))
             print("  ", s, row, "after scores", lag)
 
+FMARK = MARK.replace("a.dk_heads", "a.lse + static_cast<i64>(a.heads_in_all) * a.T")
+F = [  # anchor, id, after
+    ("    const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4)", 0, 0), ("    wgmma_touch(o);\n    if (RELATIVE) {\n      wgmma_touch(r);", 1, 0),
+    ("      take_window(band, first, r, to_left);\n    }\n", 2, 1), ("      wgmma_fence();\n      multiply_rows(s, aq, tile, !RELATIVE);", 3, 0),
+    ("      wgmma_touch(s);\n", 4, 1), ("      if (raise) raise_reference(x, o, s, scale);\n", 5, 1), ("    score(i, j, tile);\n", 6, 1),
+    ("    if (RELATIVE) start_window(operands, j == 0 ? 0 : i - j + 1);\n", 7, 1), ("    float share[2];\n", 8, 0),
+    ("    if (p.lane == 0) barrier_arrive(p.keys_empty());\n", 9, 0), ("               share[1], a.T - at, p.lane);\n", 10, 1),
+]
+FNAMES = "wait | take window | skew | S | mask, raise | exponentials | start | to end | lse, wait | store | to next"
+
+def forward(name):
+    import torch
+    from ridgeline.ops.attention import short
+    case = A.TIMES[name]; us = A.Ours(case, A.make(case)); B, T, H = case[:3]
+    folder = Path("/tmp/attn_trace_f"); folder.mkdir(parents=True, exist_ok=True)
+    texts = {f.name: f.read_text() for f in SRC.glob("*.cu*")}; s = texts["forward.cu"]
+    for anchor, id, after in F:
+        assert s.count(anchor) == 1, (s.count(anchor), anchor)
+        m = f"MARK(p.group, squares, {id});\n"; s = s.replace(anchor, anchor + m if after else m + anchor)
+    s = s.replace("// What a warpgroup holds in registers", FMARK + "// What a warpgroup holds in registers").replace("  u32 aq[D / 16][4], pairs[16];\n  Softmax x;", "  u32 aq[D / 16][4], pairs[16], squares = ~0u;\n  Softmax x;")
+    s = s.replace("  RL_D void square(int i, int j, u32 phase) {\n", "  RL_D void square(int i, int j, u32 phase) {\n    ++squares;\n")
+    texts["forward.cu"] = s
+    for n, t in texts.items(): (folder / n).write_text(t)
+    us.lse = torch.zeros(B * H * T + 8 * 300 * 16, device="cuda"); real = short.cuda.load
+    short.cuda.load = lambda p, d: real(folder / p.name, d)
+    try:
+        us.fwd(); torch.cuda.synchronize(); us.fwd(); torch.cuda.synchronize()
+    finally: short.cuda.load = real
+    x = us.lse[B * H * T:].view(torch.int64).view(4, 300, 16).cpu().tolist(); b = -(-T // 64); per = b * (b + 1) // 2; heads = range(2, 9)
+    print(f"FORWARD {name}: cycles a head and warpgroup {[(x[g][per * 9][0] - x[g][per * 2][0]) // 7 for g in range(3)]}"); print("  ", FNAMES)
+    for s in range(per):
+        row = []
+        for i in range(11):
+            d = []
+            for h in heads:
+                here, after = x[0][h * per + s], x[0][h * per + s + 1]
+                to = after[0] if i == 10 or (i == 7 and not here[8]) else here[i + 1]
+                if here[i] and to: d.append(to - here[i])
+            row.append(int(st.median(d)) if d else -1)
+        print("  ", s, row)
+
 if __name__ == "__main__":
     for n in sys.argv[1:] or ["HAL-20M p=.2"]:
-        try: run(n)
-        except Exception as e: print("TRACE FAILED", n, repr(e)[:300])
+        for f in (run, forward):
+            try: f(n)
+            except Exception as e: print("TRACE FAILED", n, repr(e)[:300])
