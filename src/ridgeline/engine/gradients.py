@@ -20,6 +20,7 @@ class Gradients:
 
     Attributes:
         leaves: parameters in the order of the slots, fresh, so that no autograd node of another stream hangs on them.
+        sinks: where each leaf's gradient goes, in the same order.
         buffer: fp32[N + ALIGN], the gradients, then a slot for the loss and one for its weight.
     """
 
@@ -27,14 +28,14 @@ class Gradients:
         self.slots, self.size = slots, copies.numel()
         self.buffer = torch.zeros(self.size + ALIGN, device=copies.device)
         self.leaves = [nn.Parameter(slot.of(copies)) for slot in slots]
-        self._sinks = [GradientSink(slot.of(self.buffer)) for slot in slots]
-        for leaf, sink in zip(self.leaves, self._sinks, strict=True):
+        self.sinks = [GradientSink(slot.of(self.buffer)) for slot in slots]
+        for leaf, sink in zip(self.leaves, self.sinks, strict=True):
             setattr(leaf, ATTRIBUTE, sink)
         self._scratch: Tensor | None = None
 
     def begin(self, *, add: bool) -> None:
         """Starts a pass that adds to the gradients of an earlier one, or replaces them."""
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.begin(add=add)
 
     @torch.no_grad()
@@ -45,7 +46,7 @@ class Gradients:
             gradients: in the order of `leaves`, any dtype; None where there is none or its op has written it.
         """
         fresh: list[tuple[int, Tensor]] = []
-        for index, (sink, gradient) in enumerate(zip(self._sinks, gradients, strict=True)):
+        for index, (sink, gradient) in enumerate(zip(self.sinks, gradients, strict=True)):
             if gradient is None:
                 if not (sink.written or sink.add):
                     sink.target.zero_()
@@ -55,13 +56,13 @@ class Gradients:
                 fresh.append((index, gradient))
         if not fresh:
             return
-        if not self._sinks[0].add:
-            torch._foreach_copy_([self._sinks[i].target for i, _ in fresh], [g for _, g in fresh])
+        if not self.sinks[0].add:
+            torch._foreach_copy_([self.sinks[i].target for i, _ in fresh], [g for _, g in fresh])
         elif len(fresh) == len(self.slots):
             self._add_all([gradient for _, gradient in fresh])
         else:
             for index, gradient in fresh:
-                self._sinks[index].put(gradient)
+                self.sinks[index].put(gradient)
 
     def _add_all(self, gradients: list[Tensor]) -> None:
         """Adds a gradient to every slot with few launches: converted to fp32 side by side, then one sum."""

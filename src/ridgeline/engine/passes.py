@@ -20,6 +20,7 @@ from ridgeline.engine.feed import Feed
 from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.phases import Mark, no_mark
 from ridgeline.engine.precision import Precision
+from ridgeline.engine.reduction import Reduction
 from ridgeline.errors import ConfigError
 from ridgeline.ops.dropout import DropoutState
 
@@ -79,8 +80,11 @@ class Passes:
         if flat.device.type == "cuda":
             self._streams = [torch.cuda.Stream(flat.device) for _ in range(cut.lanes - 1)]
 
-    def __call__(self, feed: Feed) -> None:
-        """Gradients, loss and weight of the batch in `feed`, in the first lane's buffer."""
+    def __call__(self, feed: Feed, reduction: Reduction | None = None) -> None:
+        """Gradients, loss and weight of the batch in `feed`, in the first lane's buffer.
+
+        The gradients may leave by `reduction` while the last part's backward pass goes on; its `finish` is to follow.
+        """
         beside = self.cut.lanes > 1  # then a lane's forward may run under another's backward
         for part in range(self.cut.accumulate):
             self.mark("forward and backward" if beside else "forward")
@@ -91,6 +95,8 @@ class Passes:
                     targets.append(self.forward(feed, part, lane))
             if not beside:
                 self.mark("backward")
+                if reduction is not None and part == self.cut.accumulate - 1:
+                    reduction.begin()
             for lane in range(self.cut.lanes):
                 with self._in(lane):
                     self.backward(targets[lane], part, lane)

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.passes import Cut, Passes
 from ridgeline.engine.phases import END, Marks, measure, no_mark
 from ridgeline.engine.precision import find_precision
+from ridgeline.engine.reduction import Reduction
 from ridgeline.engine.slots import Decays, matrices_decay
 from ridgeline.engine.update import LossScale, StepMetrics, Update
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
@@ -39,6 +40,14 @@ MAX_SHAPES = 8  # captured batch shapes; a loop with more of them should pad
 
 def _targets_that_count(batch: dict[str, Tensor]) -> Tensor:
     return (batch["targets"] != IGNORE).float().mean()
+
+
+class _Prepared(NamedTuple):
+    """What a step on one batch shape is made of."""
+
+    feed: Feed
+    reduction: Reduction | None
+    program: Program
 
 
 class TrainStep:
@@ -130,21 +139,21 @@ class TrainStep:
             loss_scale=self.update.loss_scale,
         )
         self._capture = choose_capture(capture, self.device)
-        self._shapes: dict[tuple[Signature, bool], tuple[Feed, Program]] = {}
+        self._shapes: dict[tuple[Signature, bool], _Prepared] = {}
         self._activations = 0
-        self._last: Feed | None = None
+        self._last: _Prepared | None = None
 
     def _call_loss(self, batch: Any, dropout: DropoutState) -> Tensor:
         if self._user_loss is not None:
             return self._user_loss(self.model, batch)
         return self.model.loss(batch, dropout)  # type: ignore[operator]
 
-    def _program(self, feed: Feed) -> Program:
+    def _program(self, feed: Feed, reduction: Reduction | None) -> Program:
         def run() -> None:
-            self.passes(feed)
-            if self.replicas.world > 1:
-                self.passes.mark("all-reduce")
-                self.replicas.sum(self.flat.lanes[0].carried)
+            self.passes(feed, reduction)
+            if reduction is not None:
+                self.passes.mark("all-reduce")  # what of it the backward pass has not hidden
+                reduction.finish()
             self.passes.mark("optimizer")
             self.update()
             self.passes.mark(END)
@@ -157,12 +166,11 @@ class TrainStep:
         key = (signature(leaves, spec), self.model.training)
         if key not in self._shapes:
             self._shapes[key] = self._prepare(leaves, spec)
-        feed, program = self._shapes[key]
-        feed.load(leaves)
-        self._last = feed
-        program()
+        self._last = self._shapes[key]
+        self._last.feed.load(leaves)
+        self._last.program()
 
-    def _prepare(self, leaves: list[Tensor], spec: Any) -> tuple[Feed, Program]:
+    def _prepare(self, leaves: list[Tensor], spec: Any) -> _Prepared:
         """Static buffers and program for a new batch shape."""
         shapes = ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
         if len(leaves[0]) % self.cut.pieces:
@@ -176,9 +184,10 @@ class TrainStep:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
         self.flat.check_views()
         feed = Feed(leaves, spec, self.device)
-        program = self._program(feed)
+        reduction = Reduction(self.replicas, self.flat) if self.replicas.world > 1 else None
+        program = self._program(feed, reduction)
         if self._capture is None:
-            return feed, program
+            return _Prepared(feed, reduction, program)
         feed.load(leaves)
         with self._undone():
             try:
@@ -188,7 +197,7 @@ class TrainStep:
                     program()
                 self._refuse_written_buffers()
                 with self._high_water():
-                    return feed, self._capture(program)
+                    return _Prepared(feed, reduction, self._capture(program))
             except RidgelineError:
                 raise
             except Exception as error:
@@ -217,7 +226,7 @@ class TrainStep:
             "weight copies": [] if flat.copies is flat.masters else [flat.copies],
             "gradients": [tensor for lane in flat.lanes for tensor in lane.buffers()],
             "optimiser moments": [update.first, update.second],
-            "batches": [tensor for feed, _ in self._shapes.values() for tensor in feed.buffers()],
+            "batches": [tensor for prepared in self._shapes.values() for tensor in prepared.feed.buffers()],
         }
         sizes = {name: sum(t.numel() * t.element_size() for t in tensors) for name, tensors in buffers.items()}
         return {**sizes, "activations and workspace": self._activations}
@@ -260,7 +269,7 @@ class TrainStep:
             assert self._last is not None
             self.passes.mark = marks
             try:
-                program = self._program(self._last)
+                program = self._program(self._last.feed, self._last.reduction)
                 return measure(self._capture(program) if captured and self._capture else program, marks, steps)
             finally:
                 self.passes.mark = no_mark
@@ -305,7 +314,7 @@ class TrainStep:
         compiled, self.passes.loss = self.passes.loss, self._call_loss
         try:
             with self._undone(), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
-                return first_bad(self.model, self.passes, self._last)
+                return first_bad(self.model, self.passes, self._last.feed)
         finally:
             self.passes.loss = compiled
 

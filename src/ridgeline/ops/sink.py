@@ -4,9 +4,15 @@ A step that owns its gradients hangs a GradientSink on each weight it hands to t
 weight's gradient with a kernel asks `sink_of(weight)` in its backward pass. Where there is one, it writes or adds the
 gradient there in fp32 and returns None to autograd: no tensor of the weight's size is made, rounded to the weight's
 dtype and copied. Where there is none, it returns the gradient as usual.
+
+An op may say that what it took is `finished`: the kernel that writes it has been launched, on the stream that is
+current. A step on several cards then sends it off while the backward pass goes on. An op that never says so is as
+right, its gradient only leaves later.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -21,25 +27,42 @@ class GradientSink:
 
     Attributes:
         add: the gradient of an earlier part of the batch is there already.
-        written: something has been written in this pass.
+        takes: how often it was taken in this pass.
+        finishes: how often it was said to be finished.
+        report: called whenever it is said to be finished; None where nobody listens.
     """
 
     def __init__(self, target: Tensor) -> None:
-        self.target, self.add, self.written = target, False, False
+        self.target, self.add = target, False
+        self.takes = self.finishes = 0
+        self.report: Callable[[], None] | None = None
 
     def begin(self, *, add: bool) -> None:
         """Starts a pass; `add` says whether it adds to what is there."""
-        self.add, self.written = add, False
+        self.add, self.takes, self.finishes = add, 0, 0
+
+    @property
+    def written(self) -> bool:
+        """Whether something has been written in this pass."""
+        return self.takes > 0
 
     def take(self) -> tuple[Tensor, bool]:
         """The target and whether to add to it; a weight that is used twice adds the second time."""
-        add, self.written = self.add or self.written, True
+        add = self.add or self.written
+        self.takes += 1
         return self.target, add
+
+    def finished(self) -> None:
+        """The write of what was taken last has been launched on the current stream."""
+        self.finishes += 1
+        if self.report is not None:
+            self.report()
 
     def put(self, gradient: Tensor) -> None:
         """Writes or adds a gradient that exists as a tensor, of any dtype."""
         target, add = self.take()
         target.add_(gradient) if add else target.copy_(gradient)
+        self.finished()
 
 
 def sink_of(weight: Tensor) -> GradientSink | None:
