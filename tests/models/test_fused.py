@@ -41,7 +41,7 @@ def run(model: Decoder, impl: str, dtype: torch.dtype, x: Tensor, dy: Tensor) ->
     model = copy.deepcopy(model).to(dtype)
     model.impl = impl
     x = x.to(dtype).requires_grad_()
-    y = model(x, DropoutState(torch.tensor([3, 4]), sample_offset=2))
+    y = model(x, DropoutState(torch.tensor([3, 4], device=x.device), sample_offset=2))
     parameters = dict(model.named_parameters())
     grads = torch.autograd.grad(y, [x, *parameters.values()], dy.to(dtype))
     return {"y": y.detach(), "x": grads[0], **dict(zip(parameters, grads[1:], strict=True))}

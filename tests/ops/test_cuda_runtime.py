@@ -158,13 +158,13 @@ def test_launches_on_the_current_stream_and_in_a_graph(kernel_file: Path) -> Non
 def test_early_launches_still_see_what_came_before(kernel_file: Path) -> None:
     if torch.cuda.get_device_capability()[0] < 9:
         pytest.skip("early launches need compute capability 9.0")
-    kernel = cuda.load(kernel_file, {"OFFSET": 1}).kernel("scale", "PPif")
+    kernel = cuda.load(kernel_file, {"OFFSET": 1}).kernel("scale", "PPif", patient=True)
     x = torch.randn(1 << 22, device="cuda")
     y, z = torch.empty_like(x), torch.empty_like(x)
 
     def chain() -> None:
         for source, target in ((x, y), (y, z), (z, y), (y, z)):
-            kernel.launch((len(x) // 128,), 128, 0, (source, target, len(x), 0.5), early=True)
+            kernel.launch((len(x) // 128,), 128, 0, (source, target, len(x), 0.5))
 
     chain()
     expected = x / 16 + 1.875

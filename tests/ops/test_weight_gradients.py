@@ -45,7 +45,8 @@ def test_whole_kernels_match_float64(emulation: Any, late: bool) -> None:
     N, shapes = 300, [(136, 130, True), (64, 130, False), (33, 77, True)]
     normal = lambda width: torch.randn(N, -(-width // 8) * 8).bfloat16()[:, :width]  # noqa: E731
     gradients = [
-        Gradient(normal(M), normal(K), torch.randn(M, K), torch.randn(M) if bias else None) for M, K, bias in shapes
+        Gradient(normal(M), normal(K), torch.randn(M, K), torch.randn(M) if bias else None, True, True)
+        for M, K, bias in shapes
     ]
     before = [(g.dweight_MK.clone(), None if g.dbias_M is None else g.dbias_M.clone()) for g in gradients]
     tile_n = wgrad.tile_width([130])
@@ -62,7 +63,7 @@ def test_whole_kernels_match_float64(emulation: Any, late: bool) -> None:
         len(plan.shares), 3, int(late),
     )  # fmt: skip
     assert fault is None
-    run_jobs(emulation, wgrad.jobs_of(gradients, plan, tiles, sums, accumulate=True))
+    run_jobs(emulation, wgrad.jobs_of(gradients, plan, tiles, sums))
     for gradient, (weight, bias) in zip(gradients, before, strict=True):
         dy, x = gradient.dy_NM.double(), gradient.x_NK.double()
         torch.testing.assert_close(gradient.dweight_MK.double(), dy.t() @ x + weight.double(), rtol=1e-4, atol=1e-3)
@@ -121,7 +122,7 @@ def test_weight_gradients_on_the_card(dtype: torch.dtype, N: int) -> None:
     gradients = [Gradient(normal(N, M), normal(N, K), nan(M, K), nan(M) if bias else None) for M, K, bias in shapes]
     partials, extra = torch.randn(264, 1, 512, device="cuda"), nan(1, 512)
     for _ in range(2):
-        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)], early=True)
+        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)])
     first = [g.dweight_MK.clone() for g in gradients]
     wgrad.weight_gradients_raw(gradients)
     torch.testing.assert_close(extra, partials.sum(0))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.models.config import DecoderConfig
-from ridgeline.ops import linear
+from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
@@ -21,12 +21,20 @@ class Choices:
     Attributes:
         attention: "cuda" (short windows, Hopper), "triton" (any window) or "reference" (explicit, by autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
+        qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
+        rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
+            "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
+            gradient of the joint projection).
+        grouped: a block's weight gradients in one launch with every bias's sums, or each by cuBLAS.
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
     """
 
     attention: str
     mlp: str
-    side_stream: bool
+    qkv: str = "torch"
+    rows: frozenset[str] = frozenset()
+    grouped: bool = False
+    side_stream: bool = False
 
 
 def attention_missing(impl: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> str | None:
@@ -47,14 +55,26 @@ def split_heads(config: DecoderConfig, qkv_BTQ: torch.Tensor) -> tuple[torch.Ten
     return q, k, v
 
 
+def rows_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no product can take its join into its own kernel, or None."""
+    widths = (config.hidden, config.qkv_width, config.heads * config.head_dim)
+    reasons = (mlp.available("cuda", device, dtype, config.width, inner) for inner in widths)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
 def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> Choices:
     """The fastest implementations that can run here, by measurement on an H200."""
     names = ("cuda", "triton", "reference")
     attention_impl = next(name for name in names if attention_missing(name, config, device, dtype, T) is None)
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
+    few = device.type == "cuda" and B * T <= FEW_TOKENS
+    whole_rows = few and rows_missing(config, device, dtype) is None
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
-        side_stream=device.type == "cuda" and B * T <= FEW_TOKENS,
+        qkv="cuda" if hopper and config.bias else "torch",
+        rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
+        grouped=hopper and few and config.qkv_width % 8 == 0,
+        side_stream=few,
     )

@@ -4,44 +4,150 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ridgeline.models.fused.choices import Choices
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
+from ridgeline.ops.linear.reduce import Job
+from ridgeline.ops.linear.wgrad import Gradient, weight_gradients_raw
 from ridgeline.ops.sink import sink_of
 
-Result = TypeVar("Result")
+
+class Place(NamedTuple):
+    """Where a gradient goes, and whether to add it to what is there."""
+
+    target: Tensor
+    add: bool
 
 
-class Side:
-    """Gradients of weights beside the backward pass: nothing in it waits for them, so they take their own stream.
+class WeightGradients:
+    """The gradients of a stack's weights, beside its backward pass, none of which waits for them.
 
-    In a captured step the two streams become parallel branches. Whatever a call reads is kept alive until `join`,
-    because memory freed on one stream could be handed out again while the other still reads it.
+    They may take a stream of their own (in a captured step a parallel branch), and be gathered until `flush` launches
+    them as one group. Whatever they read is kept alive until `finish`: memory freed on one stream could be handed out
+    again while the other still reads it.
+
+    Attributes:
+        deferred: what a call has been given may be read after the call, so nothing may be written over it.
     """
 
-    def __init__(self, device: torch.device, *, apart: bool) -> None:
-        self.apart = apart
-        self.stream = _side_stream(device, torch.cuda.current_stream(device).stream_id) if apart else None
-        self._kept: list[tuple[object, ...]] = []
+    def __init__(self, device: torch.device, choices: Choices) -> None:
+        self._grouped = choices.grouped
+        self.deferred = choices.grouped or choices.side_stream
+        self._stream = None
+        if choices.side_stream:
+            self._stream = _side_stream(device, torch.cuda.current_stream(device).stream_id)
+        self._kept: list[object] = []
+        self._group: list[Gradient] = []
+        self._sums: list[Job] = []
+        self._results: dict[int, Tensor] = {}
 
-    def run(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """`function(*arguments)` on the side stream, after all that the current stream has been given."""
-        if self.stream is None:
-            return function(*arguments)
-        self._kept.append(arguments)
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-        with torch.cuda.stream(self.stream):
-            return function(*arguments)
+    def unsummed(self, bias_M: Tensor | None) -> Tensor | None:
+        """The bias if its gradient is to be left as partial sums by another kernel; None if `product` sums it."""
+        return None if self._grouped else bias_M
 
-    def join(self) -> None:
-        """The current stream waits for everything on the side."""
-        if self.stream is not None:
-            torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+    def product(
+        self, weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, bias_M: Tensor | None, partials_PM: Tensor | None = None
+    ) -> None:
+        """The gradients of y = x Wᵀ + b: dyᵀ x, and the column sums of dy (or of partial sums over its rows)."""
+        if self._grouped:
+            weight = self._place(weight_MK)
+            bias = self._place(bias_M) if bias_M is not None else Place(None, False)  # type: ignore[arg-type]
+            self._group.append(Gradient(dy_NM, x_NK, weight.target, bias.target, weight.add, bias.add))
+            return
+        self._beside(self._product, weight_MK, dy_NM, x_NK)
+        if bias_M is not None and partials_PM is not None:
+            self.sums(partials_PM, [bias_M])
+
+    def sums(self, partials_PW: Tensor, weights: Sequence[Tensor]) -> None:
+        """Column sums of fp32 partials, split among one-dimensional weights that lie side by side in its columns."""
+        if not self._grouped:
+            self._beside(self._column_sums, partials_PW, weights)
+            return
+        parts = partials_PW[:, None].split([weight.numel() for weight in weights], dim=2)
+        for part, weight in zip(parts, weights, strict=True):
+            target, add = self._place(weight)
+            self._sums.append(Job(part, target[None], add))
+
+    def deliver(self, weight: Tensor | None, gradient: Tensor | None) -> None:
+        """A gradient that exists as a tensor."""
+        if weight is not None and gradient is not None:
+            self._beside(self._deliver, weight, gradient)
+
+    def flush(self) -> None:
+        """Launches what has been gathered."""
+        if self._group:
+            self._beside(self._launch_group, self._group, self._sums)
+            self._group, self._sums = [], []
+
+    def finish(self) -> None:
+        """The current stream waits for everything."""
+        self.flush()
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._kept.clear()
+
+    def take(self, weight: Tensor | None) -> Tensor | None:
+        """The gradient to hand to autograd: None where a sink has it. A weight that is used twice has it once."""
+        return None if weight is None else self._results.pop(id(weight), None)
+
+    def _beside(self, function: Callable[..., None], *arguments: object) -> None:
+        """`function(*arguments)` after all that the current stream has been given; on the side stream, if any."""
+        if self._stream is None:
+            function(*arguments)
+            return
+        self._kept.append(arguments)
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            function(*arguments)
+
+    def _place(self, weight: Tensor) -> Place:
+        sink = sink_of(weight)
+        if sink is not None:
+            return Place(*sink.take())
+        before = self._results.get(id(weight))
+        if before is None:
+            self._results[id(weight)] = torch.empty_like(weight)
+        return Place(self._results[id(weight)], before is not None)
+
+    def _product(self, weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> None:
+        sink = sink_of(weight_MK)
+        if sink is None:
+            self._deliver(weight_MK, dy_NM.t() @ x_NK)
+            return
+        target, add = sink.take()
+        products.weight_gradient_raw(dy_NM, x_NK, target, accumulate=add)
+
+    def _deliver(self, weight: Tensor, gradient: Tensor) -> None:
+        sink = sink_of(weight)
+        if sink is not None:
+            sink.put(gradient)
+        else:
+            before = self._results.get(id(weight))
+            self._results[id(weight)] = gradient if before is None else before + gradient
+
+    def _column_sums(self, partials_PW: Tensor, weights: Sequence[Tensor]) -> None:
+        """One launch writes all of them, also into sinks that are views of one flat buffer."""
+        sinks = [sink for sink in map(sink_of, weights) if sink is not None]
+        buffers = {(sink.target.untyped_storage().data_ptr(), sink.add or sink.written) for sink in sinks}
+        if len(sinks) < len(weights) or len(buffers) > 1:
+            out_W = partials_PW.new_empty(partials_PW.shape[1])
+            column_sums_raw(partials_PW, out_W, accumulate=False)
+            for weight, part in zip(weights, out_W.split([weight.numel() for weight in weights]), strict=True):
+                self._deliver(weight, part)
+            return
+        targets = [sink.take() for sink in sinks]
+        first, add = targets[0]
+        flat = first.as_strided((first.untyped_storage().nbytes() // 4,), (1,), 0)
+        places = tuple((target.storage_offset(), target.numel()) for target, _ in targets)
+        column_sums_raw(partials_PW, flat, _index(places, first.device), accumulate=add)
+
+    def _launch_group(self, group: Sequence[Gradient], sums: Sequence[Job]) -> None:
+        weight_gradients_raw(group, also=sums)
 
 
 @functools.cache
@@ -50,48 +156,7 @@ def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def matrix_gradient(weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor) -> Tensor | None:
-    """dyᵀ x: written or added in fp32 to the weight's sink (None), else in the storage dtype."""
-    sink = sink_of(weight_MK)
-    if sink is None:
-        return dy_NM.t() @ x_NK
-    target, add = sink.take()
-    products.weight_gradient_raw(dy_NM, x_NK, target, accumulate=add)
-    return None
-
-
-def column_gradients(partials_PW: Tensor, weights: Sequence[Tensor]) -> list[Tensor | None]:
-    """Column sums of fp32 partials, split among one-dimensional weights that lie side by side in its columns.
-
-    One launch writes all of them, also into sinks that are views of one flat buffer.
-    """
-    sinks = [sink for sink in map(sink_of, weights) if sink is not None]
-    buffers = {(sink.target.untyped_storage().data_ptr(), sink.add or sink.written) for sink in sinks}
-    if len(sinks) < len(weights) or len(buffers) > 1:
-        out_W = partials_PW.new_empty(partials_PW.shape[1])
-        column_sums_raw(partials_PW, out_W, accumulate=False)
-        parts = out_W.split([weight.numel() for weight in weights])
-        return [deliver(weight, part) for weight, part in zip(weights, parts, strict=True)]
-    targets = [sink.take() for sink in sinks]
-    first, add = targets[0]
-    flat = first.as_strided((first.untyped_storage().nbytes() // 4,), (1,), 0)
-    places = tuple((target.storage_offset(), target.numel()) for target, _ in targets)
-    column_sums_raw(partials_PW, flat, _index(places, first.device), accumulate=add)
-    return [None] * len(weights)
-
-
 @functools.lru_cache(maxsize=1024)
 def _index(places: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Position in the flat buffer of every column, int32; made before a capture, kept for it."""
     return torch.cat([torch.arange(start, start + size) for start, size in places]).to(device, torch.int32)
-
-
-def deliver(weight: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    """A gradient that exists as a tensor: into the weight's sink (None), or back where there is none."""
-    if weight is None or gradient is None:
-        return None
-    sink = sink_of(weight)
-    if sink is None:
-        return gradient
-    sink.put(gradient)
-    return None

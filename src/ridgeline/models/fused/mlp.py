@@ -1,4 +1,4 @@
-"""The MLP inside a block: up, bias, GELU and down, with the activation's derivative on the way back."""
+"""The MLP inside a block with the joins on both sides: up, bias, GELU, down, and the derivative on the way back."""
 
 from __future__ import annotations
 
@@ -7,43 +7,100 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ridgeline.models.fused.gradients import Side, column_gradients
+from ridgeline.models.fused.gradients import WeightGradients
+from ridgeline.models.fused.joins import (
+    Join,
+    Joined,
+    Pass,
+    Slopes,
+    join_backward,
+    join_forward,
+    linear,
+    rows_join,
+    rows_slopes,
+    rows_sums,
+)
 from ridgeline.ops.activation import triton as activation
-from ridgeline.ops.linear import GeluKind, products
+from ridgeline.ops.linear import products
+from ridgeline.ops.mlp import kernels as rows
+
+
+class MlpWeights(NamedTuple):
+    """Up and down, with their biases (None without)."""
+
+    up_FC: Tensor
+    up_bias_F: Tensor | None
+    down_CF: Tensor
+    down_bias_C: Tensor | None
 
 
 class Hidden(NamedTuple):
-    """What the MLP saves: pre-activation (bias added under "cuda", not yet under "torch") and activation."""
+    """What the MLP saves: the pre-activation (without its bias under mlp "torch", in an order of the kernel's own in
+    whole rows), and the activation, unless the backward pass makes it anew.
+    """
 
     u_NF: Tensor
-    a_NF: Tensor
+    a_NF: Tensor | None
 
 
-def hidden_forward(h_NC: Tensor, up_FC: Tensor, bias_F: Tensor | None, gelu: GeluKind, impl: str) -> Hidden:
-    """u = h Wupᵀ and a = gelu(u + b)."""
-    u_NF = h_NC.new_empty(h_NC.shape[0], up_FC.shape[0])
+def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> tuple[Hidden, Joined]:
+    """u = h Wupᵀ and a = gelu(u + b), then the join of a Wdownᵀ."""
+    h_NC, up_FC, gelu = middle.h_NC, weights.up_FC, run.config.gelu
+    if "mlp" in run.choices.rows:
+        kept = h_NC.new_empty(rows.kept_shape(len(h_NC), len(up_FC)))
+        fused, last = rows_join(run, middle.r_NC, join)
+        rows.mlp_forward_raw(h_NC, up_FC, weights.up_bias_F, weights.down_CF, kept, fused, gelu=gelu)
+        return Hidden(kept, None), last
+    u_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     a_NF = torch.empty_like(u_NF)
-    if impl == "cuda":
-        products.forward_raw(h_NC, up_FC, a_NF, bias_M=bias_F, gelu=gelu, pre_NM=u_NF, impl="cuda")
+    if run.choices.mlp == "cuda":
+        products.forward_raw(h_NC, up_FC, a_NF, bias_M=weights.up_bias_F, gelu=gelu, pre_NM=u_NF, impl="cuda")
     else:
         torch.mm(h_NC, up_FC.t(), out=u_NF)
-        activation.bias_gelu_forward_raw(u_NF, bias_F, a_NF, kind=gelu)
-    return Hidden(u_NF, a_NF)
+        activation.bias_gelu_forward_raw(u_NF, weights.up_bias_F, a_NF, kind=gelu)
+    return Hidden(u_NF, a_NF), join_forward(run, linear(a_NF, weights.down_CF), middle.r_NC, join)
 
 
-def hidden_backward(
-    dz_NC: Tensor, down_CF: Tensor, hidden: Hidden, bias_F: Tensor | None, gelu: GeluKind, impl: str, side: Side
+def mlp_backward(
+    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
+) -> Slopes:
+    """From behind the join after the MLP to behind `join`, the one before it, with the weights' gradients."""
+    dz_NC, up_FC, gelu = behind.dbranch_NC, weights.up_FC, run.config.gelu
+    sums_bias_F = grads.unsummed(weights.up_bias_F)
+    if "mlp" in run.choices.rows:
+        (N, _), F = dz_NC.shape, len(up_FC)
+        part: rows.Part = "mlp_backward"
+        a_NF, du_NF = dz_NC.new_empty(N, F), dz_NC.new_empty(N, F)
+        gradient, before = rows_slopes(run, part, F, behind.dr_NC, middle, join, grads)
+        partials_PF = None
+        if sums_bias_F is not None:
+            partial_rows = rows.inner_partial_rows(N, rows.choose(part, N, F))
+            partials_PF = dz_NC.new_empty(partial_rows, F, dtype=torch.float32)
+        rows.mlp_backward_raw(dz_NC, up_FC, weights.down_CF, hidden.u_NF, a_NF, du_NF, partials_PF, gradient, gelu=gelu)
+        rows_sums(gradient, join, grads)
+    else:
+        assert hidden.a_NF is not None
+        a_NF = hidden.a_NF
+        du_NF, partials_PF = _hidden_backward(run, dz_NC, hidden, weights, sums_bias_F is not None)
+        before = None
+    grads.product(weights.down_CF, dz_NC, a_NF, weights.down_bias_C)
+    grads.product(up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
+    return before or join_backward(run, du_NF @ up_FC, behind.dr_NC, middle, join, grads)
+
+
+def _hidden_backward(
+    run: Pass, dz_NC: Tensor, hidden: Hidden, weights: MlpWeights, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """du = (dz Wdown) · gelu'(u + b), and the gradient of b where there is one."""
-    du_NF = torch.empty_like(hidden.u_NF)
-    if impl == "cuda":
-        partials = products.input_gradient_raw(dz_NC, down_CF, du_NF, pre_NK=hidden.u_NF, gelu=gelu, impl="cuda")
-        assert partials is not None
-        return du_NF, None if bias_F is None else side.run(column_gradients, partials, [bias_F])[0]
-    torch.mm(dz_NC, down_CF, out=du_NF)
-    partials = None
-    if bias_F is not None:
-        rows = activation.partial_rows(du_NF.shape[0], du_NF.shape[1], du_NF)
-        partials = du_NF.new_empty(rows, du_NF.shape[1], dtype=torch.float32)
-    activation.bias_gelu_backward_raw(du_NF, hidden.u_NF, bias_F, du_NF, partials, kind=gelu)
-    return du_NF, None if partials is None or bias_F is None else side.run(column_gradients, partials, [bias_F])[0]
+    """du = (dz Wdown) · gelu'(u + b), and where wanted fp32 partial sums of it over its rows."""
+    u_NF, bias_F, gelu = hidden.u_NF, weights.up_bias_F, run.config.gelu
+    du_NF = torch.empty_like(u_NF)
+    if run.choices.mlp == "cuda":
+        partials_PF = products.input_gradient_raw(dz_NC, weights.down_CF, du_NF, pre_NK=u_NF, gelu=gelu, impl="cuda")
+        return du_NF, partials_PF if sums else None
+    torch.mm(dz_NC, weights.down_CF, out=du_NF)
+    partials_PF = None
+    if sums:
+        partial_rows = activation.partial_rows(du_NF.shape[0], du_NF.shape[1], du_NF)
+        partials_PF = du_NF.new_empty(partial_rows, du_NF.shape[1], dtype=torch.float32)
+    activation.bias_gelu_backward_raw(du_NF, u_NF, bias_F, du_NF, partials_PF, kind=gelu)
+    return du_NF, partials_PF

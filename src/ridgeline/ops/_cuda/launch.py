@@ -16,6 +16,7 @@ from torch import Tensor
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops._cuda import driver
 from ridgeline.ops._cuda.compiler import Cubin, Defines, build
+from ridgeline.ops.early import early
 
 Argument = Tensor | int | float | bytes | None
 
@@ -44,10 +45,13 @@ class Kernel:
         i  int          I  unsigned int          q  long long          f  float
         M  `const __grid_constant__ TensorMap`: what `tensor_map` returns; M4: a struct of four, their bytes joined
         B64  a struct of 64 bytes aligned to 16 (or of another size), as bytes
+
+    A `patient` kernel executes `wait_for_previous()` before it touches what kernels before it write: it is launched
+    early (ops/early.py).
     """
 
-    def __init__(self, handle: ctypes.c_void_p, name: str, kinds: str) -> None:
-        self.name, self._handle = name, handle
+    def __init__(self, handle: ctypes.c_void_p, name: str, kinds: str, patient: bool) -> None:
+        self.name, self.patient, self._handle = name, patient, handle
         layout, offsets, position = "<", [], 0
         letters = re.findall(r"([A-Za-z])(\d*)", kinds)
         for letter, number in letters:
@@ -67,9 +71,7 @@ class Kernel:
         self._early = driver.LaunchAttribute(driver.PROGRAMMATIC_SERIALIZATION, 0, 1)
         self._config = driver.LaunchConfig(attributes=ctypes.pointer(self._early))
 
-    def launch(
-        self, grid: Sequence[int], block: int, smem: int, arguments: Sequence[Argument], *, early: bool = False
-    ) -> None:
+    def launch(self, grid: Sequence[int], block: int, smem: int, arguments: Sequence[Argument]) -> None:
         """Launch on torch's current stream of the current device.
 
         Args:
@@ -77,8 +79,6 @@ class Kernel:
             block: threads a block.
             smem: dynamic shared memory, bytes.
             arguments: one for each parameter.
-            early: blocks may start while the kernel before still runs (sm_90 and newer); the kernel executes
-                `wait_for_previous()` before it touches what that one writes.
 
         Raises:
             RuntimeError: the driver refused the launch.
@@ -94,13 +94,13 @@ class Kernel:
                 values[index] = value.data_ptr()
             elif value is None:
                 values[index] = 0
-        config = self._config
+        config, starts_early = self._config, self.patient and early(torch.device("cuda", device))
         with self._lock:  # the backward pass may launch from a thread of its own
             config.grid[:] = (*grid, 1, 1)[:3]
             config.block[:] = (block, 1, 1)
             config.smem = smem
             config.stream = torch._C._cuda_getCurrentRawStream(device)
-            config.attribute_count = int(early)
+            config.attribute_count = int(starts_early)
             self._layout.pack_into(self._buffer, self._start, *values)
             code = self._launch(ctypes.addressof(config), self._handle, self._parameters, None)
         if code:
@@ -113,13 +113,13 @@ class Module:
     def __init__(self, cubin: Cubin) -> None:
         self.cubin = cubin
         self._handle = driver.load_library(cubin.image)
-        self._kernels: dict[tuple[str, str], Kernel] = {}
+        self._kernels: dict[tuple[str, str, bool], Kernel] = {}
 
-    def kernel(self, name: str, kinds: str) -> Kernel:
-        """The `extern "C"` kernel of this name; `kinds` names its parameters as in `Kernel`."""
-        key = (name, kinds)
+    def kernel(self, name: str, kinds: str, *, patient: bool = False) -> Kernel:
+        """The `extern "C"` kernel of this name; `kinds` names its parameters as in `Kernel`, as does `patient`."""
+        key = (name, kinds, patient)
         if key not in self._kernels:
-            self._kernels[key] = Kernel(driver.get_kernel(self._handle, name), name, kinds)
+            self._kernels[key] = Kernel(driver.get_kernel(self._handle, name), name, kinds, patient)
         return self._kernels[key]
 
 

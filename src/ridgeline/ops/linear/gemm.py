@@ -118,7 +118,7 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _plan(row_tiles: int, columns: int, device: torch.device) -> Plan:
+def plan_of(row_tiles: int, columns: int, device: torch.device) -> Plan:
     blocks = torch.cuda.get_device_properties(device).multi_processor_count
     work, slots = divide(row_tiles, columns, blocks)
     longest = max(len(mine) for mine in work) + 1
@@ -190,7 +190,7 @@ def _kernel(
         transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, residual=residual, dropout=dropout,
         derivative=derivative,
     )  # fmt: skip
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiIIfii")
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiIIfii", patient=True)
     return kernel, config.smem(macros["K_CHUNKS"], residual or derivative, macros["STAGES"])
 
 
@@ -207,7 +207,6 @@ def gemm(
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
     gelu_input_MN: Tensor | None = None,
-    early: bool = False,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators.
 
@@ -219,7 +218,6 @@ def gemm(
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
         config: how.
-        early: blocks start while the kernel before still runs, and wait for its end only before they read.
 
     Returns:
         With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
@@ -230,7 +228,7 @@ def gemm(
         a_MK.get_device(), config, K, a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None,
         residual_MN is not None, masks is not None, gelu_input_MN is not None,
     )  # fmt: skip
-    plan = _plan(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
+    plan = plan_of(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
     panel = (16, 64)
     map_a = cuda.tensor_map(a_MK, (config.piece_rows, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
@@ -245,5 +243,5 @@ def gemm(
         masks.state.seed_step if masks else None, N, masks.site if masks else 0, threshold, scale,
         masks.T if masks else 1, masks.state.sample_offset if masks else 0,
     )  # fmt: skip
-    kernel.launch((plan.units,), THREADS, smem, arguments, early=early)
+    kernel.launch((plan.units,), THREADS, smem, arguments)
     return sums

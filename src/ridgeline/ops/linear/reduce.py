@@ -57,7 +57,7 @@ def pack(jobs: Sequence[Job]) -> tuple[bytes, int]:
     return packed.ljust(MAX_JOBS * _JOB.size, b"\0"), grid
 
 
-def reduce_raw(jobs: Sequence[Job], *, early: bool = False) -> None:
+def reduce_raw(jobs: Sequence[Job]) -> None:
     """Run up to 32 jobs in one launch; bitwise the same on every run.
 
     Raises:
@@ -67,5 +67,6 @@ def reduce_raw(jobs: Sequence[Job], *, early: bool = False) -> None:
         raise ValueError(f"at most {MAX_JOBS} sums fit one launch, got {len(jobs)}")
     packed, grid = pack(jobs)
     fp16 = any(job.dst_RC.dtype == torch.float16 for job in jobs)
-    kernel = cuda.load(SOURCE, {"MAX_JOBS": MAX_JOBS, "RL_FP16": int(fp16)}).kernel("reduce", f"B{len(packed)}")
-    kernel.launch((grid,), THREADS, 0, (packed,), early=early)
+    module = cuda.load(SOURCE, {"MAX_JOBS": MAX_JOBS, "RL_FP16": int(fp16)})
+    kernel = module.kernel("reduce", f"B{len(packed)}", patient=True)
+    kernel.launch((grid,), THREADS, 0, (packed,))

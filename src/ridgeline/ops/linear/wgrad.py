@@ -35,12 +35,15 @@ class Gradient(NamedTuple):
         dy_NM, x_NK: bf16 or fp16, rows at multiples of 16 bytes.
         dweight_MK: fp32 or 16-bit, last stride 1.
         dbias_M: fp32 or 16-bit, or None.
+        add_weight, add_bias: add to these instead of overwriting them.
     """
 
     dy_NM: Tensor
     x_NK: Tensor
     dweight_MK: Tensor
     dbias_M: Tensor | None = None
+    add_weight: bool = False
+    add_bias: bool = False
 
 
 class Plan(NamedTuple):
@@ -105,28 +108,24 @@ def _plan(shapes: tuple[Shape, ...], chunks: int, tile_n: int, device: torch.dev
     return plan._replace(shares=plan.shares.to(device))
 
 
-def jobs_of(gradients: Sequence[Gradient], plan: Plan, tiles: Tensor, sums: Tensor, accumulate: bool) -> list[Job]:
+def jobs_of(gradients: Sequence[Gradient], plan: Plan, tiles: Tensor, sums: Tensor) -> list[Job]:
     """The sums that turn partial tiles into gradients."""
     jobs = []
-    for layer, (_, _, dweight_MK, dbias_M) in enumerate(gradients):
-        part = tiles[plan.tiles[layer] : plan.tiles[layer + 1]].view(plan.parts, *dweight_MK.shape)
-        jobs.append(Job(part, dweight_MK, accumulate))
-        if dbias_M is not None:
-            row = sums[plan.sums[layer] : plan.sums[layer + 1]].view(plan.parts, 1, len(dbias_M))
-            jobs.append(Job(row, dbias_M[None], accumulate))
+    for layer, gradient in enumerate(gradients):
+        part = tiles[plan.tiles[layer] : plan.tiles[layer + 1]].view(plan.parts, *gradient.dweight_MK.shape)
+        jobs.append(Job(part, gradient.dweight_MK, gradient.add_weight))
+        if gradient.dbias_M is not None:
+            row = sums[plan.sums[layer] : plan.sums[layer + 1]].view(plan.parts, 1, len(gradient.dbias_M))
+            jobs.append(Job(row, gradient.dbias_M[None], gradient.add_bias))
     return jobs
 
 
-def weight_gradients_raw(
-    gradients: Sequence[Gradient], *, accumulate: bool = False, also: Sequence[Job] = (), early: bool = False
-) -> None:
+def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] = ()) -> None:
     """dW (+)= dYᵀ X and db (+)= column sums of dY for up to four layers over the same rows. Deterministic.
 
     Args:
         gradients: the layers.
-        accumulate: add to the gradients instead of overwriting them.
         also: further sums for the second launch, such as a norm's partials.
-        early: blocks start while the kernel before still runs.
 
     Raises:
         ValueError: more than four layers, layers of different row counts, or too many tiles for one launch.
@@ -146,7 +145,7 @@ def weight_gradients_raw(
         for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])
     ]
     macros = {"TILE_N": tile_n, "STAGES": stages(tile_n), "RL_FP16": int(dtype == torch.float16)}
-    kernel = cuda.load(SOURCE, macros).kernel("weight_gradients", "M4M4PPP")
+    kernel = cuda.load(SOURCE, macros).kernel("weight_gradients", "M4M4PPP", patient=True)
     smem = stages(tile_n) * (TILE_M + tile_n) * 2 * CHUNK + 2048
-    kernel.launch((len(plan.shares),), THREADS, smem, (*maps, plan.shares, tiles, sums), early=early)
-    reduce_raw([*jobs_of(gradients, plan, tiles, sums, accumulate), *also], early=early)
+    kernel.launch((len(plan.shares),), THREADS, smem, (*maps, plan.shares, tiles, sums))
+    reduce_raw([*jobs_of(gradients, plan, tiles, sums), *also])

@@ -245,16 +245,15 @@ def _launch(
     config: Config,
     size: int,
     arguments: Sequence[cuda.Argument],
-    early: bool,
 ) -> None:
-    kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1])
+    kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=True)
     programs = min(tiles(N), _processors(torch.cuda.current_device()) // config.split)
-    kernel.launch((programs * config.split,), THREADS, size, arguments, early=early)
+    kernel.launch((programs * config.split,), THREADS, size, arguments)
 
 
 def mlp_forward_raw(
     h_NC: Tensor, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor, kept: Tensor, join: Join,
-    *, gelu: GeluKind, config: Config | None = None, early: bool = False,
+    *, gelu: GeluKind, config: Config | None = None,
 ) -> None:  # fmt: skip
     """u = h Wupᵀ + b, z = gelu(u) Wdownᵀ, then the join. Writes `kept` (u; see `kept_shape`) and the join's results.
 
@@ -264,7 +263,6 @@ def mlp_forward_raw(
         join: what follows; its branch bias is Wdown's.
         gelu: "exact" or "tanh".
         config: how the work is divided; None for `choose`.
-        early: the kernel may start while the one before it still runs; it waits for its end before it reads.
     """
     N, C = h_NC.shape
     F = up_FC.shape[0]
@@ -282,12 +280,12 @@ def mlp_forward_raw(
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
     size = smem("mlp_forward", C, config, config.stages, F)
-    _launch("mlp_forward", macros, N, config, size, arguments, early)
+    _launch("mlp_forward", macros, N, config, size, arguments)
 
 
 def mlp_backward_raw(
     dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, a_NF: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
-    join: JoinGradient, *, gelu: GeluKind, config: Config | None = None, early: bool = False,
+    join: JoinGradient, *, gelu: GeluKind, config: Config | None = None,
 ) -> None:  # fmt: skip
     """From the gradient of z to du, a (made anew), and through the join before the MLP.
 
@@ -296,7 +294,7 @@ def mlp_backward_raw(
         a_NF, du_NF: written: gelu(u), and the gradient of u.
         du_sums_PF: fp32, `inner_partial_rows` rows, written: partial column sums of du; None where no bias wants them.
         join: the join whose h the MLP read.
-        gelu, config, early: as in the forward pass.
+        gelu, config: as in the forward pass.
     """
     N, C = dz_NC.shape
     F = up_FC.shape[0]
@@ -315,7 +313,7 @@ def mlp_backward_raw(
         cuda.tensor_map(du_NF, panel), kept, du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
-    _launch("mlp_backward", macros, N, config, size, arguments, early)
+    _launch("mlp_backward", macros, N, config, size, arguments)
 
 
 def _gradient_arguments(join: JoinGradient) -> tuple[cuda.Argument, ...]:
@@ -325,9 +323,7 @@ def _gradient_arguments(join: JoinGradient) -> tuple[cuda.Argument, ...]:
     )  # fmt: skip
 
 
-def project_forward_raw(
-    x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None, early: bool = False
-) -> None:
+def project_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None) -> None:
     """y = x Wᵀ, then the join (which adds the bias): attention's output projection."""
     N, K = x_NK.shape
     C = weight_CK.shape[0]
@@ -340,12 +336,10 @@ def project_forward_raw(
         *mask,
     )  # fmt: skip
     size = smem("project_forward", C, config, config.stages)
-    _launch("project_forward", macros, N, config, size, arguments, early)
+    _launch("project_forward", macros, N, config, size, arguments)
 
 
-def project_backward_raw(
-    dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *, config: Config | None = None, early: bool = False
-) -> None:
+def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *, config: Config | None = None) -> None:
     """dh = dy W, then the gradient of the join that made h: the input gradient of the joint QKV projection."""
     N, K = dy_NK.shape
     C = weight_KC.shape[1]
@@ -357,4 +351,4 @@ def project_backward_raw(
         _rows_map(dy_NK, TILE_ROWS), _rows_map(weight_KC), *_gradient_arguments(join), state, N, -(-K // 64), *mask,
     )  # fmt: skip
     size = smem("project_backward", C, config, config.stages, sums=sums)
-    _launch("project_backward", macros, N, config, size, arguments, early)
+    _launch("project_backward", macros, N, config, size, arguments)

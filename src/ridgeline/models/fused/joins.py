@@ -1,0 +1,173 @@
+"""Where a branch meets the residual stream: r = residual + dropout(branch + bias), rounded to its storage; h = norm(r).
+
+A join is one kernel, forward and backward. A product may take the join beside it into its own kernel (ops/mlp): forward
+the product that makes the branch, backward the one that makes the gradient of h.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.models.config import DecoderConfig
+from ridgeline.models.fused.attention import Shape
+from ridgeline.models.fused.choices import Choices
+from ridgeline.models.fused.gradients import WeightGradients
+from ridgeline.ops.linear import Masks
+from ridgeline.ops.mlp import kernels as rows
+from ridgeline.ops.norm import triton as norms
+
+
+class Pass(NamedTuple):
+    """What holds for all blocks of a pass."""
+
+    config: DecoderConfig
+    shape: Shape
+    choices: Choices
+
+
+class Norm(NamedTuple):
+    """A norm's weights: scale, and shift where it has one."""
+
+    weight_C: Tensor
+    bias_C: Tensor | None
+
+
+class Join(NamedTuple):
+    """A join's parameters: the branch's bias (None without), the norm's weights, the number of its dropout."""
+
+    branch_bias_C: Tensor | None
+    norm: Norm
+    site: int
+
+
+class Joined(NamedTuple):
+    """A join's results: the residual stream, its norm, and the norm's statistics."""
+
+    r_NC: Tensor
+    h_NC: Tensor
+    mean_N: Tensor | None
+    rstd_N: Tensor
+
+
+class Slopes(NamedTuple):
+    """The gradients behind a join: along the residual, and into the branch (the same tensor without dropout)."""
+
+    dr_NC: Tensor
+    dbranch_NC: Tensor
+
+
+def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
+    """x Wᵀ + b, by the vendor's GEMM."""
+    return torch.nn.functional.linear(x_NK, weight_MK, bias_M)
+
+
+def _results(run: Pass, like_NC: Tensor, r_NC: Tensor) -> Joined:
+    rstd_N = like_NC.new_empty(len(like_NC), dtype=torch.float32)
+    mean_N = torch.empty_like(rstd_N) if run.config.norm == "layernorm" else None
+    return Joined(r_NC, torch.empty_like(like_NC), mean_N, rstd_N)
+
+
+def join_forward(
+    run: Pass, branch_NC: Tensor, residual_NC: Tensor | None, join: Join, *, in_place: bool = True
+) -> Joined:
+    """The join alone; r takes the branch's memory unless told otherwise."""
+    config, shape, norm = run.config, run.shape, join.norm
+    out = _results(run, branch_NC, branch_NC if in_place else torch.empty_like(branch_NC))
+    norms.norm_forward_raw(
+        branch_NC, norm.weight_C, norm.bias_C, out.h_NC, out.mean_N, out.rstd_N, eps=config.norm_eps, kind=config.norm,
+        r_NC=out.r_NC, residual_NC=residual_NC, branch_bias_C=join.branch_bias_C,
+        T=shape.T, p=shape.p, dropout=shape.dropout if shape.p > 0 else None, site=join.site,
+    )  # fmt: skip
+    return out
+
+
+def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Joined]:
+    """The join as a product's kernel takes it, and where its results will be."""
+    out = _results(run, residual_NC, torch.empty_like(residual_NC))
+    config, norm = run.config, join.norm
+    return rows.Join(
+        config.norm, config.norm_eps, norm.weight_C, norm.bias_C, join.branch_bias_C, residual_NC, *out,
+        _masks(run, join),
+    ), out  # fmt: skip
+
+
+def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
+    """The join of x Wᵀ: attention's output projection."""
+    if "out" not in run.choices.rows:
+        return join_forward(run, linear(x_NK, weight_CK), residual_NC, join)
+    fused, out = rows_join(run, residual_NC, join)
+    rows.project_forward_raw(x_NK, weight_CK, fused)
+    return out
+
+
+def _masks(run: Pass, join: Join) -> Masks | None:
+    shape = run.shape
+    return Masks(shape.p, shape.dropout, join.site, shape.T) if shape.p > 0 and shape.dropout is not None else None
+
+
+def _summed(join: Join, grads: WeightGradients) -> list[Tensor]:
+    """The parameters whose gradients a join's backward kernel leaves as partial sums, in the order of its columns."""
+    small = (join.norm.weight_C, join.norm.bias_C, grads.unsummed(join.branch_bias_C))
+    return [weight for weight in small if weight is not None]
+
+
+def _slopes(run: Pass, dr_NC: Tensor) -> Slopes:
+    """Memory for the results, given dr's."""
+    return Slopes(dr_NC, torch.empty_like(dr_NC) if run.shape.p > 0 else dr_NC)
+
+
+def join_backward(
+    run: Pass, dh_NC: Tensor, dresidual_NC: Tensor | None, joined: Joined, join: Join, grads: WeightGradients
+) -> Slopes:
+    """The gradients of `join_forward`; dr takes `dresidual_NC`'s memory unless a weight gradient may still read it."""
+    (N, C), config, shape, norm = dh_NC.shape, run.config, run.shape, join.norm
+    dr_NC = torch.empty_like(dh_NC) if dresidual_NC is None or grads.deferred else dresidual_NC
+    small, out, dropped = _summed(join, grads), _slopes(run, dr_NC), shape.p > 0
+    partials = dh_NC.new_empty(norms.partial_rows(N, C, dh_NC), len(small) * C, dtype=torch.float32)
+    norms.norm_backward_raw(
+        dh_NC, joined.r_NC, norm.weight_C, joined.mean_N, joined.rstd_N, partials, kind=config.norm,
+        bias=norm.bias_C is not None, branch_bias=grads.unsummed(join.branch_bias_C) is not None,
+        dresidual_NC=dresidual_NC, dr_NC=out.dr_NC, dbranch_NC=out.dbranch_NC if dropped else None,
+        T=shape.T, p=shape.p, dropout=shape.dropout if dropped else None, site=join.site,
+    )  # fmt: skip
+    grads.sums(partials, small)
+    return out
+
+
+def rows_slopes(
+    run: Pass, part: rows.Part, inner: int, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients
+) -> tuple[rows.JoinGradient, Slopes]:
+    """The join's gradient as a product's kernel takes it, and where its results will be."""
+    (N, C), norm = joined.r_NC.shape, join.norm
+    small, out = _summed(join, grads), _slopes(run, torch.empty_like(joined.r_NC))
+    partials_PW = joined.r_NC.new_empty(
+        rows.partial_rows(N, rows.choose(part, N, inner)), len(small) * C, dtype=torch.float32
+    )
+    gradient = rows.JoinGradient(
+        run.config.norm, norm.weight_C, joined.r_NC, joined.mean_N, joined.rstd_N, dresidual_NC, out.dr_NC,
+        out.dbranch_NC if run.shape.p > 0 else None, partials_PW, norm.bias_C is not None,
+        grads.unsummed(join.branch_bias_C) is not None, _masks(run, join),
+    )  # fmt: skip
+    return gradient, out
+
+
+def rows_sums(gradient: rows.JoinGradient, join: Join, grads: WeightGradients) -> None:
+    """The parameters' gradients from what a product's kernel left."""
+    grads.sums(gradient.partials_PW, _summed(join, grads))
+
+
+def project_backward(
+    run: Pass, dy_NK: Tensor, weight_KC: Tensor, dresidual_NC: Tensor, joined: Joined, join: Join,
+    grads: WeightGradients,
+) -> Slopes:  # fmt: skip
+    """Through dh = dy W and the join that made h: the input gradient of the joint projection."""
+    if "qkv" not in run.choices.rows:
+        return join_backward(run, dy_NK @ weight_KC, dresidual_NC, joined, join, grads)
+    part: rows.Part = "project_backward"
+    gradient, out = rows_slopes(run, part, dy_NK.shape[1], dresidual_NC, joined, join, grads)
+    rows.project_backward_raw(dy_NK, weight_KC, gradient)
+    rows_sums(gradient, join, grads)
+    return out

@@ -1,0 +1,145 @@
+"""Choices that need a card: their wiring on the CPU, with the kernels played by plain torch, then on a card."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from models.test_fused import CONFIGS, decoder, relative_error, run
+from ridgeline.models.fused import gradients, stack
+from ridgeline.models.fused.choices import Choices, choose
+from ridgeline.ops.linear.reference import masked
+from ridgeline.ops.mlp import Norm, kernels
+from ridgeline.ops.mlp.reference import join_of
+from ridgeline.ops.norm.reference import norm_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROWS = frozenset(("mlp", "out", "qkv"))
+
+
+def join(branch_NC: Tensor, j: kernels.Join) -> None:
+    norm = Norm(j.kind, j.eps, j.weight_C, j.bias_C)
+    r_NC, h_NC = join_of(branch_NC, j.branch_bias_C, j.residual_NC, norm, j.masks)
+    j.r_NC.copy_(r_NC)
+    j.h_NC.copy_(h_NC)
+    if j.mean_N is not None:
+        j.mean_N.copy_(r_NC.mean(1))
+    centred = r_NC if j.mean_N is None else r_NC - r_NC.mean(1, keepdim=True)
+    j.rstd_N.copy_((centred.square().mean(1) + j.eps).rsqrt())
+
+
+def join_gradient(dh_NC: Tensor, j: kernels.JoinGradient) -> None:
+    with torch.enable_grad():
+        r_NC, weight_C = j.r_NC.detach().requires_grad_(), j.weight_C.detach().requires_grad_()
+        bias_C = torch.zeros_like(weight_C, requires_grad=True)
+        h_NC = norm_reference(r_NC, weight_C, bias_C if j.bias else None, eps=1e-5, kind=j.kind)
+        wanted = [r_NC, weight_C, *([bias_C] if j.bias else [])]
+        dr_NC, *small = torch.autograd.grad(h_NC, wanted, dh_NC)
+    dr_NC = dr_NC if j.dresidual_NC is None else dr_NC + j.dresidual_NC
+    dbranch_NC = dr_NC if j.masks is None else masked(dr_NC, j.masks)
+    j.dr_NC.copy_(dr_NC)
+    if j.dbranch_NC is not None:
+        j.dbranch_NC.copy_(dbranch_NC)
+    sums = [*small, *([dbranch_NC.sum(0)] if j.branch_bias else [])]
+    j.partials_PW.zero_()
+    j.partials_PW[-1] = torch.cat(sums)
+
+
+def mlp_forward(
+    h_NC: Tensor, up_FC: Tensor, up_bias_F: Any, down_CF: Tensor, kept: Tensor, j: Any, *, gelu: str
+) -> None:
+    u_NF = F.linear(h_NC, up_FC, up_bias_F)
+    kernels.keep(u_NF, kept)
+    join(F.gelu(u_NF, approximate="tanh" if gelu == "tanh" else "none") @ down_CF.t(), j)
+
+
+def mlp_backward(
+    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, a_NF: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
+    j: Any, *, gelu: str,
+) -> None:  # fmt: skip
+    with torch.enable_grad():
+        u_NF = kernels.unkeep(kept, *du_NF.shape).detach().requires_grad_()
+        a = F.gelu(u_NF, approximate="tanh" if gelu == "tanh" else "none")
+        du_NF.copy_(torch.autograd.grad(a, u_NF, dz_NC @ down_CF)[0])
+    a_NF.copy_(a.detach())
+    if du_sums_PF is not None:
+        du_sums_PF.zero_()
+        du_sums_PF[0] = du_NF.sum(0)
+    join_gradient(du_NF @ up_FC, j)
+
+
+def grouped(group: Any, also: Any) -> None:
+    results = [(g.dy_NM.t() @ g.x_NK, g.dweight_MK, g.add_weight) for g in group]
+    results += [(g.dy_NM.sum(0), g.dbias_M, g.add_bias) for g in group if g.dbias_M is not None]
+    results += [(job.shares_SRC.sum(0), job.dst_RC, job.accumulate) for job in also]
+    for value, target, add in results:
+        target.add_(value) if add else target.copy_(value)
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
+    """Kernels of whole rows and of grouped gradients played by plain torch; sets a stack's choices."""
+    monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Config())
+    monkeypatch.setattr(kernels, "project_forward_raw", lambda x, w, j: join(x @ w.t(), j))
+    monkeypatch.setattr(kernels, "project_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
+    monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
+    monkeypatch.setattr(kernels, "mlp_backward_raw", mlp_backward)
+    monkeypatch.setattr(gradients, "weight_gradients_raw", grouped)
+    return lambda choices: monkeypatch.setattr(stack, "choose", lambda *_: choices)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("rows", [frozenset(), ROWS])
+@pytest.mark.parametrize("name", ["learned, tanh", "relative, dropout, exact"])
+def test_every_choice_is_wired_to_the_same_function(
+    played: Callable[[Choices], None], name: str, rows: frozenset[str], grouped: bool
+) -> None:
+    played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
+    model = decoder(CONFIGS[name], layers=2)
+    generator = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
+    exact = run(model, "reference", torch.float64, x, dy)
+    fused = run(model, "fused", torch.float32, x, dy)
+    for key, value in exact.items():
+        assert relative_error(fused[key], value) < 2e-6, key
+
+
+WIDE = {
+    "gpt2-c256": {"width": 256, "heads": 8, "gelu": "tanh", "context": 256},
+    "fast-c256": {
+        "width": 256, "heads": 8, "kv_heads": 1, "mlp_width": 512, "norm": "rmsnorm", "bias": False, "gelu": "tanh",
+        "context": 256,
+    },
+    "dropout": {
+        "width": 256, "heads": 4, "context": 256, "positions": "relative", "position_table": 1024, "dropout": 0.2,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side_stream", [False, True])
+@pytest.mark.parametrize(("rows", "grouped"), [(frozenset(), False), (ROWS, False), (frozenset(), True), (ROWS, True)])
+@pytest.mark.parametrize("name", WIDE)
+def test_every_choice_on_the_card(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: frozenset[str], grouped: bool, side_stream: bool
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    model = decoder(WIDE[name], layers=2).cuda()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    chosen = choose(model.config, DEVICE, torch.bfloat16, 4, 256)
+    chosen = dataclasses.replace(chosen, rows=rows, grouped=grouped, side_stream=side_stream)
+    monkeypatch.setattr(stack, "choose", lambda *_: chosen)
+    x, dy = (torch.randn(4, 256, 256, device="cuda").bfloat16().float() for _ in range(2))
+    exact = run(model, "reference", torch.float64, x, dy)
+    fused = run(model, "fused", torch.bfloat16, x, dy)
+    torch_bf16 = run(model, "reference", torch.bfloat16, x, dy)
+    for key, value in exact.items():
+        assert relative_error(fused[key], value) <= 1.5 * relative_error(torch_bf16[key], value), key
