@@ -211,6 +211,7 @@ def test_demo_trains_plays_and_ends_with_its_json(capsys, few_demonstrations):
     assert "won by knockout" in output
     result = last_json(output)
     played = ["games", "wins", "ties", "ko", "ko_against", "margin", "dealt", "taken", "intervals", "level"]
+    played += ["seconds", "games_per_s", "decision_ms"]
     assert list(result) == [*played, "checkpoint", "ko_rate"]
     assert result["games"] == 1
     assert result["ko_rate"] == result["ko"]

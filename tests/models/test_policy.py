@@ -90,8 +90,18 @@ def test_greedy_choice_equals_the_full_forwards_argmax() -> None:
 def test_sampling_follows_the_softmax() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(30_000, 3)
-    counts = torch.bincount(choose(logits, 1.0, generator), minlength=3) / 30_000
-    torch.testing.assert_close(counts, logits[0].softmax(0), atol=0.012, rtol=0)
+    for temperature in (0.5, 1.0, 3.0):
+        noise = torch.empty_like(logits.contiguous()).exponential_(generator=generator)
+        counts = torch.bincount(choose(logits, noise, temperature), minlength=3) / 30_000
+        torch.testing.assert_close(counts, (logits[0] / temperature).softmax(0), atol=0.012, rtol=0)
+
+
+def test_no_temperature_overflows() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [3.0, 1.0, -80.0]])
+    noise = torch.tensor([[1e-30, 1.0, 5.0], [0.0, 1e-45, 0.0]])
+    for temperature, wanted in ((1e-300, [2, 0]), (1e300, [0, 0])):
+        assert choose(logits, noise, temperature).tolist() == wanted
+    assert choose(logits, None, 0.0).tolist() == [2, 0]
 
 
 def test_bad_policies_are_refused() -> None:

@@ -18,8 +18,9 @@ from ridgeline.games.boxing.game import Boxing
 from ridgeline.games.boxing.policy import policy_config
 from ridgeline.games.env import FIRST_EVALUATION_SEED
 from ridgeline.models import ControllerPolicy, DecoderConfig
-from ridgeline.play import Evaluation, GameResult, Player, evaluate, load_player, play_games
-from ridgeline.play.rollout import Window
+from ridgeline.play import Evaluation, GameResult, Player, decide, evaluate, load_player, play_games, rollout
+from ridgeline.play.decide import Decider
+from ridgeline.play.window import Window
 
 judge = importlib.import_module("ridgeline.play.evaluate")  # the package has a function of that name
 
@@ -188,7 +189,8 @@ def test_whole_games_are_counted():
         assert (one.knockout == 1) == (one.dealt == 100)
         assert (one.knockout == -1) == (one.taken == 100)
     assert set(result.summary()) == {
-        *("games", "wins", "ties", "ko", "ko_against", "margin", "dealt", "taken", "intervals", "level")
+        *("games", "wins", "ties", "ko", "ko_against", "margin", "dealt", "taken", "intervals", "level"),
+        *("seconds", "games_per_s", "decision_ms"),
     }
 
 
@@ -218,7 +220,7 @@ def test_a_loaded_player_is_the_saved_policy(trained):
     ("change", "words"),
     [
         ({"features": {"game": "boxing", "version": 99, "visible": False}}, "not those of this version"),
-        ({"features": {"game": "melee"}}, "unknown game 'melee'"),
+        ({"features": {"game": "tennis"}}, "unknown game 'tennis'"),
         ({"features": None}, "not a policy that plays a game"),
         ({"config": {"model": {"vocabulary": 65}}}, "cannot play here"),
         ({"config": {}}, "cannot play here"),
@@ -247,6 +249,8 @@ def test_requests_that_cannot_be(trained, monkeypatch):
     path, _, _ = trained
     for options, words in (
         ({"games": 0}, "games must be at least 1"),
+        ({"games": 2_000_000_000}, "games must be at most 10000, got 2000000000"),
+        ({"cache": "rollin"}, "unknown cache 'rollin'; did you mean rolling"),
         ({"processes": 0}, "processes must be at least 1"),
         ({"processes": -2}, "processes must be at least 1"),
         ({"first_seed": -5}, "must be 0 to 2147483647, got -5 to 24"),
@@ -306,3 +310,79 @@ def test_without_the_emulator_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ale_py", None)
     with pytest.raises(MissingExtraError, match=r"\.\[games\]"):
         next(play_games(player(), [1], level=0))
+
+
+class Replayed:
+    """Stands for a captured graph where there is no card: fixed inputs, shapes that never change."""
+
+    def __init__(self, function, inputs, undo):
+        self.function, self.inputs = function, {name: tensor.clone() for name, tensor in inputs.items()}
+        for _ in range(2):
+            function(self.inputs)
+            undo()
+
+    def __call__(self, inputs):
+        for name, tensor in inputs.items():
+            assert tensor.shape == self.inputs[name].shape
+            self.inputs[name].copy_(tensor)
+        return self.function(self.inputs)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("context", [8, 40])
+def test_cached_and_captured_games_are_the_same_games(trained, monkeypatch, context, temperature):
+    """Windows that roll, windows that never fill, and games that end one after another."""
+    _, policy, _ = trained
+    monkeypatch.setattr(decide, "Captured", Replayed)
+    wider = dataclasses.replace(policy.config, decoder=dataclasses.replace(policy.config.decoder, context=context))
+    chooser = ControllerPolicy(wider, seed=5).eval()
+    GAME.environment = Fading
+    games = {}
+    for cache in ("none", "exact"):
+        for capture in (False, True):
+            monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
+            seat = Player(
+                chooser, "boxing", GAME.features(), WindowSpec(context=context), torch.device("cpu"), cache=cache
+            )
+            Fading.made = 0
+            games[cache, capture] = play_all([1, 2, 3], seat, temperature=temperature)
+    assert len({result.steps for result in games["none", False]}) == 3
+    for played in games.values():
+        assert played == games["none", False]
+
+
+class Fading(Short):
+    """Rounds of 20, 25, 30 … steps, in the order in which they are made."""
+
+    made = 0
+
+    def __init__(self, level=0):
+        super().__init__(level)
+        Fading.made += 1
+        self.length = 15 + 5 * Fading.made
+
+
+def test_a_rolling_cache_is_asked_for_and_needs_no_learned_positions(trained, tmp_path):
+    path, policy, meta = trained
+    with pytest.raises(UnsupportedError, match="cannot roll; use cache exact"):
+        load_player(path, cache="rolling")
+    config = dataclasses.replace(
+        policy.config, decoder=dataclasses.replace(policy.config.decoder, positions="relative")
+    )
+    model = {"model": dataclasses.asdict(config), "window": meta["config"]["window"]}
+    saved = checkpoint.join(model=ControllerPolicy(config, seed=0).state_dict())
+    checkpoint.save(tmp_path / "relative", saved, meta | {"config": model})
+    rolling = load_player(tmp_path / "relative", cache="rolling")
+    assert len(list(play_games(rolling, [5], level=0, temperature=0.0))) > 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["none", "exact"])
+def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache):
+    path, _, _ = trained
+    shorten(monkeypatch, 40)
+    games = []
+    for capture in (False, True):
+        monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
+        games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=0.0))
+    assert games[0] == games[1]

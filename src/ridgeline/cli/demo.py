@@ -12,9 +12,9 @@ from rich.console import Console
 from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.output import Flag, parse
 from ridgeline.cli.play import judge, table
-from ridgeline.errors import ConfigError, require
-from ridgeline.games import game
-from ridgeline.games.env import FIRST_EVALUATION_SEED, check_seeds
+from ridgeline.errors import require
+from ridgeline.games.env import FIRST_EVALUATION_SEED
+from ridgeline.play.evaluate import check_games, check_level
 from ridgeline.presets import preset
 from ridgeline.train import train
 
@@ -46,7 +46,8 @@ class Options:
 def run(arguments: Sequence[str]) -> int:
     """Train, play, print."""
     options = parse(Options, arguments, "demo")
-    _check(options)
+    check_games(options.games, FIRST_EVALUATION_SEED)  # before anything is trained
+    check_level("boxing", options.level)
     config = dataclasses.replace(preset("boxing"), minutes=options.minutes, steps=None, tokens=None, out=options.out)
     require("ale_py", "games")
     replay_shipped("boxing")
@@ -61,13 +62,3 @@ def run(arguments: Sequence[str]) -> int:
     played = {"checkpoint": str(trained.checkpoint), "ko_rate": result["ko"] / result["games"]}
     print(json.dumps({**result, **played}))
     return 0
-
-
-def _check(options: Options) -> None:
-    """Refuse games that could not be played before anything is trained."""
-    if options.games < 1:
-        raise ConfigError(f"games must be at least 1, got {options.games}")
-    check_seeds(FIRST_EVALUATION_SEED, options.games)
-    levels = game("boxing").levels
-    if options.level not in levels:
-        raise ConfigError(f"boxing has the levels {', '.join(map(str, levels))}, got {options.level}")

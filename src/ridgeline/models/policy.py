@@ -126,20 +126,44 @@ class ControllerPolicy(nn.Module):
             temperature: 1 samples from the model, 0 takes the most likely class.
             generator: source of the samples.
         """
-        state_BTC = self.trunk(batch)
-        seen_BC = state_BTC[torch.arange(len(at_B), device=at_B.device), at_B]
-        chosen = []
+        noise_BV = self.noise(len(at_B), temperature, generator)
+        return self.choose(self.state_at(batch, at_B), noise_BV, temperature)
+
+    def state_at(self, batch: dict[str, Tensor], at_B: Tensor) -> Tensor:
+        """The decoder's state (B, C) at position `at_B` of each window."""
+        return self.trunk(batch)[torch.arange(len(at_B), device=at_B.device), at_B]
+
+    def noise(self, batch: int, temperature: float, generator: torch.Generator | None = None) -> Tensor | None:
+        """What `choose` needs of chance: exponential numbers (B, classes of all heads); None at temperature 0."""
+        if temperature == 0:
+            return None
+        like = self.input.weight
+        noise_BV = torch.empty(batch, sum(head.classes for head in self.config.heads), device=like.device)
+        return noise_BV.exponential_(generator=generator)
+
+    @torch.no_grad()
+    def choose(self, state_BC: Tensor, noise_BV: Tensor | None, temperature: float) -> Tensor:
+        """A controller, int64[B, heads], from the decoder's state at the newest position of B windows."""
+        chosen, column, seen_BC = [], 0, state_BC
         for head in self.config.heads:
             logits_BV = self.heads[head.name](seen_BC)
-            chosen.append(choose(logits_BV, temperature, generator))
+            own_BV = None if noise_BV is None else noise_BV[:, column : column + head.classes]
+            chosen.append(choose(logits_BV, own_BV, temperature))
+            column += head.classes
             said = logits_BV if self.config.conditioning == "logits" else F.one_hot(chosen[-1], head.classes)
             seen_BC = torch.cat([seen_BC, said.to(seen_BC.dtype)], dim=-1)
         return torch.stack(chosen, dim=-1)
 
 
-def choose(logits_BV: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:
-    """One class a row, int64[B]: sampled at `temperature`, or the most likely at 0."""
-    if temperature == 0:
+def choose(logits_BV: Tensor, noise_BV: Tensor | None, temperature: float) -> Tensor:
+    """One class a row, int64[B]: sampled at `temperature`, or without noise the most likely.
+
+    The first of several exponential clocks to ring, each with a class's probability as its rate, rings with that
+    class's probability; in logarithms no temperature can overflow.
+    """
+    if noise_BV is None:
         return logits_BV.argmax(-1)
-    weights_BV = (logits_BV.float() / temperature).softmax(-1)
-    return torch.multinomial(weights_BV, 1, generator=generator).squeeze(-1)
+    tiny = torch.finfo(torch.float32).tiny
+    logits_BV = logits_BV.float()
+    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / max(temperature, tiny)
+    return (scaled_BV - noise_BV.clamp(min=tiny).log()).argmax(-1)

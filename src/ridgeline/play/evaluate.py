@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from ridgeline.play.player import Player, load_player
 from ridgeline.play.rollout import GameResult, play_games
 from ridgeline.play.statistics import bootstrap, wilson
 
+MAX_GAMES = 10_000  # beyond it an interval is narrower than any difference that matters
 GAMES_A_CALL = 8  # games that one call of the model decides in
 SILENCE_SECONDS = 300.0  # after which a process counts as hung
 HEARTBEAT_SECONDS = 5.0
@@ -33,15 +34,19 @@ class Evaluation:
     Attributes:
         level: strength of the opponent.
         results: one a game, by seed.
+        seconds: from the start of the processes to the last game's end.
     """
 
     level: int
     results: tuple[GameResult, ...]
+    seconds: float = field(default=0.0, compare=False)
 
     def summary(self) -> dict[str, Any]:
         """For JSON: games, wins, ties, ko, ko_against (numbers of games), margin, dealt, taken (mean points a game).
 
-        `intervals` holds a 95 % interval of each, in the same unit; `level` is the opponent's.
+        `intervals` holds a 95 % interval of each, in the same unit; `level` is the opponent's. `seconds` is the time
+        that all took, `games_per_s` their rate, and `decision_ms` the median decision, for the games of one call
+        together, averaged over games.
         """
         games = len(self.results)
         rows = [_figures(result) for result in self.results]
@@ -54,6 +59,9 @@ class Evaluation:
             **{name: sum(columns[name]) / games for name in MEANS},
             "intervals": intervals,
             "level": self.level,
+            "seconds": round(self.seconds, 2),
+            "games_per_s": round(games / self.seconds, 3) if self.seconds else None,
+            "decision_ms": round(1e3 * sum(result.decision_s for result in self.results) / games, 3),
         }
 
 
@@ -66,6 +74,7 @@ def evaluate(
     processes: int = 2,
     first_seed: int = FIRST_EVALUATION_SEED,
     device: str = "cpu",
+    cache: str = "exact",
     timeout: float = SILENCE_SECONDS,
     on_game: Callable[[GameResult], None] | None = None,
 ) -> Evaluation:
@@ -81,6 +90,7 @@ def evaluate(
         processes: of which each plays up to GAMES_A_CALL games at a time, with one thread.
         first_seed: of the games.
         device: where a checkpoint's policy computes, in every process.
+        cache: what a checkpoint's policy keeps between decisions; see Player.
         timeout: seconds without a decision after which a process counts as hung.
         on_game: called with every game as it ends; what it keeps outlives an error in a later game.
 
@@ -89,16 +99,12 @@ def evaluate(
         ConfigError: no games, or a level, temperature or seed that cannot be.
         WorkerError: a process died or hung, or a game did not end. A game is never just missing.
     """
-    if games < 1:
-        raise ConfigError(f"games must be at least 1, got {games}")
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
-    check_seeds(first_seed, games)
-    load = source if callable(source) else partial(load_player, source, device)
-    player = load()  # here as well, so that a mistake is told at once
-    levels = game(player.game).levels
-    if level not in levels:
-        raise ConfigError(f"{player.game} has the levels {', '.join(map(str, levels))}, got {level}")
+    check_games(games, first_seed)
+    load = source if callable(source) else partial(load_player, source, device, cache)
+    check_level(load().game, level)  # loaded here as well, so that a mistake is told at once
+    begun = time.monotonic()
     seeds = range(first_seed, first_seed + games)
     tasks = [_Task(load, seeds[at : at + GAMES_A_CALL], level, temperature) for at in range(0, games, GAMES_A_CALL)]
     names = [f"the games of seeds {task.seeds[0]} to {task.seeds[-1]}" for task in tasks]
@@ -110,7 +116,32 @@ def evaluate(
                 on_game(result)
     if len(results) != games:
         raise WorkerError(f"{len(results)} of {games} games came back; this is a mistake of ridgeline, report it")
-    return Evaluation(level=level, results=tuple(sorted(results, key=lambda result: result.seed)))
+    ordered = tuple(sorted(results, key=lambda result: result.seed))
+    return Evaluation(level=level, results=ordered, seconds=time.monotonic() - begun)
+
+
+def check_games(games: int, first_seed: int) -> None:
+    """Refuse a number of games that cannot be played.
+
+    Raises:
+        ConfigError: none, too many, or seeds that a game cannot have.
+    """
+    if games < 1:
+        raise ConfigError(f"games must be at least 1, got {games}")
+    if games > MAX_GAMES:
+        raise ConfigError(f"games must be at most {MAX_GAMES}, got {games}; play several times from other first seeds")
+    check_seeds(first_seed, games)
+
+
+def check_level(name: str, level: int) -> None:
+    """Refuse an opponent that does not exist.
+
+    Raises:
+        ConfigError: the game called `name` has no such level.
+    """
+    levels = game(name).levels
+    if level not in levels:
+        raise ConfigError(f"{name} has the levels {', '.join(map(str, levels))}, got {level}")
 
 
 class _Task(NamedTuple):

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from ridgeline import checkpoint
 from ridgeline.data.window import WindowSpec
-from ridgeline.errors import CheckpointError, ConfigError, RidgelineError, UnsupportedError
+from ridgeline.errors import CheckpointError, ConfigError, RidgelineError, UnsupportedError, nearest
 from ridgeline.games import game
-from ridgeline.models import Category, ControllerPolicy, DecoderConfig, Head, PolicyConfig
+from ridgeline.models import ControllerPolicy, PolicyConfig
+from ridgeline.models.reader import read
 
 DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
+CACHES = ("exact", "rolling", "none")
 
 
 class Policy(Protocol):
@@ -44,6 +46,9 @@ class Player:
         features: name and version of its features, as the checkpoint records them.
         window: context, stride and delay that it was trained with.
         device: where the policy computes.
+        cache: what is kept between decisions. "exact": keys and values while the window fills, which changes nothing;
+            then whole windows. "rolling": keys and values always, another function than the trained one once the
+            window is full, see `ridgeline.models.cache`. "none": whole windows always.
     """
 
     policy: Policy
@@ -51,20 +56,24 @@ class Player:
     features: Mapping[str, Any]
     window: WindowSpec
     device: torch.device
+    cache: str = "none"
 
 
-def load_player(path: str | Path, device: str = "cpu") -> Player:
+def load_player(path: str | Path, device: str = "cpu", cache: str = "exact") -> Player:
     """The policy of a checkpoint.
 
     Args:
         path: folder of a checkpoint, or of a run, whose best is taken.
         device: where to compute: cpu, cuda or cuda:N.
+        cache: what is kept between decisions, see Player.
 
     Raises:
         CheckpointError: none, corrupt, not a policy, or of features that this version does not have.
-        ConfigError: no such kind of device.
-        UnsupportedError: the device is not there.
+        ConfigError: no such kind of device or cache.
+        UnsupportedError: the device is not there, or the policy's cache cannot roll.
     """
+    if cache not in CACHES:
+        raise ConfigError(nearest(cache, CACHES, "cache"))
     where = _find_device(device)
     saved = checkpoint.load(checkpoint.find(path))
     features, config = saved.meta.get("features"), saved.meta.get("config", {})
@@ -72,12 +81,14 @@ def load_player(path: str | Path, device: str = "cpu") -> Player:
         raise CheckpointError(f"{saved.path} is not a policy that plays a game; give the checkpoint of one")
     try:
         game(features["game"]).eyes(features)
-        policy = ControllerPolicy(policy_config(config["model"]))
+        policy = ControllerPolicy(read(PolicyConfig, config["model"], "model"))
         policy.load_state_dict(saved.group("model"))
-        window = WindowSpec(**config["window"])
+        window = read(WindowSpec, config["window"], "window")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, RidgelineError) as error:
         raise CheckpointError(f"{saved.path} cannot play here: {error}") from error
-    return Player(policy.eval().to(where), features["game"], features, window, where)
+    if cache == "rolling" and policy.decoder.positions is not None:
+        raise UnsupportedError("learned positions end with the context, so their cache cannot roll; use cache exact")
+    return Player(policy.eval().to(where), features["game"], features, window, where, cache)
 
 
 def _find_device(name: str) -> torch.device:
@@ -87,22 +98,3 @@ def _find_device(name: str) -> torch.device:
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():  # PyTorch would wrap a large index around
         raise UnsupportedError(f"there is no GPU for device {name}; use device cpu")
     return torch.device(name)
-
-
-def policy_config(values: Mapping[str, Any]) -> PolicyConfig:
-    """A PolicyConfig from its dict, as JSON holds it.
-
-    Raises:
-        ConfigError: it is the dict of something else.
-    """
-    if "heads" not in values or "decoder" not in values:
-        raise ConfigError("its config is not that of a policy; give the checkpoint of one")
-    return PolicyConfig(
-        **{
-            **values,
-            "decoder": DecoderConfig(**values["decoder"]),
-            "heads": tuple(Head(**head) for head in values["heads"]),
-            "categories": tuple(Category(**category) for category in values["categories"]),
-            "previous": tuple(values["previous"]),
-        }
-    )

@@ -7,21 +7,21 @@ takes effect d states after the one it was chosen at.
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, WorkerError
 from ridgeline.games import game
-from ridgeline.games.env import Controller, Game, Row, check_seeds
+from ridgeline.games.env import Controller, Game, check_seeds
+from ridgeline.play.decide import Decider
 from ridgeline.play.player import Player
+from ridgeline.play.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,7 @@ class GameResult:
         taken: points.
         knockout: 1 if the player won early, −1 if the opponent did, else 0.
         steps: controllers that the game took.
+        decision_s: median seconds of a decision, which games in lock step take together; differs from run to run.
     """
 
     seed: int
@@ -43,6 +44,7 @@ class GameResult:
     taken: int
     knockout: int
     steps: int
+    decision_s: float = field(default=0.0, compare=False)
 
 
 def play_games(
@@ -69,52 +71,30 @@ def play_games(
         check_seeds(seed, 1)
     adapter = game(player.game)
     generator = torch.Generator(player.device).manual_seed(seeds[0])
-    seats = [_Seat(adapter, player, seed, level) for seed in seeds]
+    seats = [Seat(adapter, player, seed, level) for seed in seeds]
+    decide = Decider(player, len(seats), temperature=temperature, generator=generator)
     while seats:
-        newest = len(seats[0].window) - 1  # the same in all games: they began together
-        at_B = torch.full((len(seats),), newest, device=player.device)
-        batch = _batch([seat.window for seat in seats], player.device)
-        chosen = player.policy.act(batch, at_B, temperature=temperature, generator=generator).tolist()
+        begun = time.perf_counter()
+        chosen = decide([seat.window for seat in seats])
+        seconds = time.perf_counter() - begun
         for seat, controller in zip(seats, chosen, strict=True):
-            seat.hold(tuple(controller))
+            seat.thought.append(seconds)
+            seat.hold(controller)
         yield [seat.result() for seat in seats if seat.environment.done]
-        seats = [seat for seat in seats if not seat.environment.done]
+        going = [place for place, seat in enumerate(seats) if not seat.environment.done]
+        if len(going) < len(seats):
+            seats = [seats[place] for place in going]
+            decide.keep(going)
 
 
-class Window:
-    """The newest states that a policy sees, filled from the left.
+class Seat:
+    """One game, its window, and the controllers that are on their way.
 
     Attributes:
-        rows: name → [T, …], of which the first `len(window)` hold states.
+        environment: the game.
+        window: what the policy sees next.
+        thought: seconds of each decision so far, which the games of one call share.
     """
-
-    def __init__(self, context: int, row: Row, heads: int) -> None:
-        categories, numbers = row
-        self.rows: dict[str, NDArray[Any]] = {
-            "categories": np.zeros((context, len(categories)), np.int64),
-            "numbers": np.zeros((context, len(numbers)), np.float32),
-            "previous": np.zeros((context, heads), np.int64),
-        }
-        self._context = context
-        self._filled = 0
-
-    def __len__(self) -> int:
-        return self._filled
-
-    def append(self, row: Row, previous: Controller) -> None:
-        """Add the newest state and the controller that led to it; the oldest leaves a full window."""
-        if self._filled == self._context:
-            for array in self.rows.values():
-                array[:-1] = array[1:].copy()
-        else:
-            self._filled += 1
-        newest = self._filled - 1
-        self.rows["categories"][newest], self.rows["numbers"][newest] = row
-        self.rows["previous"][newest] = previous
-
-
-class _Seat:
-    """One game, its window, and the controllers that are on their way."""
 
     def __init__(self, adapter: Game, player: Player, seed: int, level: int) -> None:
         self.environment = adapter.environment(level)
@@ -124,6 +104,7 @@ class _Seat:
         row = self._eyes(self.environment.reset(seed))
         self.window = Window(self._spec.context, row, len(adapter.heads))
         self.window.append(row, self.environment.neutral)
+        self.thought: list[float] = []
         self._pending = deque([self.environment.neutral] * self._spec.delay)
 
     def hold(self, controller: Controller) -> None:
@@ -151,15 +132,5 @@ class _Seat:
             taken=score.taken,
             knockout=self.environment.knockout,
             steps=self.steps,
+            decision_s=statistics.median(self.thought),
         )
-
-
-def _batch(windows: Sequence[Window], device: torch.device) -> dict[str, Tensor]:
-    """The windows of several games as one batch, cut to what they hold."""
-    filled = len(windows[0])
-    batch = {}
-    for name, array in windows[0].rows.items():
-        if array.shape[1]:  # a game may lack categories or numbers
-            stacked = np.stack([window.rows[name][:filled] for window in windows])
-            batch[name] = torch.from_numpy(stacked).to(device)
-    return batch

@@ -22,7 +22,9 @@ from ridgeline.games.boxing.actions import CONTROLLERS, NEUTRAL
 from ridgeline.games.boxing.experts import Expert, expert
 from ridgeline.games.boxing.game import CAP, DECISION_FRAMES, IDLE_FRAMES, STICKY, Boxing, Ram, versions
 from ridgeline.games.env import FIRST_EVALUATION_SEED
+from ridgeline.models.reader import convert, read
 
+_OWN = {"seed": int, "level": int, "dealt": int, "taken": int, "checksum": str}  # what a line says beside its origin
 _CODE = {controller: code for code, controller in enumerate(CONTROLLERS)}
 _LZMA = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}]
 
@@ -71,8 +73,12 @@ class Origin:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Origin:
-        """From what `asdict` gave."""
-        return cls(**{**content, "drift": Drift(**content["drift"])})
+        """From what `asdict` gave.
+
+        Raises:
+            ConfigError: a field is unknown, or its value cannot be.
+        """
+        return read(cls, content)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,7 +203,7 @@ def from_json(content: dict[str, Any]) -> Demonstration:
         content = dict(content)
         count = content.pop("decisions")
         both = np.frombuffer(decompress(base64.b85decode(content.pop("actions"))), np.uint8).reshape(2, count)
-        own = {name: content.pop(name) for name in ("seed", "level", "dealt", "taken", "checksum")}
+        own = {name: convert(kind, content.pop(name), name) for name, kind in _OWN.items()}
         return Demonstration(origin=Origin.from_dict(content), labels=both[0], executed=both[0] ^ both[1], **own)
     except (KeyError, TypeError, ValueError, lzma.LZMAError) as error:
         raise DataError(f"not a demonstration ({error})") from error
