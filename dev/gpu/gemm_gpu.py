@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python3 dev/gpu/gemm_gpu.py [case …]      (about 60 s; $OUT/gemm.json)
 
-RL_GEMM_VARIANTS names folders with changed copies of the kernel's sources ("name=folder,…"), timed beside it.
+RL_GEMM_VARIANTS names folders with changed copies of the kernels' sources ("name=folder,…"), timed beside it.
 """
 
 import json
@@ -28,11 +28,11 @@ T, P = 256, 0.2
 
 
 def variants():
-    """Named sources: the package's, and those that the environment names."""
+    """Folders of sources: the package's, and those that the environment names."""
     from ridgeline.ops.linear import gemm
 
     named = [pair.split("=") for pair in os.environ.get("RL_GEMM_VARIANTS", "").split(",") if pair]
-    return {"tree": gemm.SOURCE, **{name: Path(folder).resolve() / "gemm_sm90.cu" for name, folder in named}}
+    return {"tree": gemm.SOURCE.parent, **{name: Path(folder).resolve() for name, folder in named}}
 
 
 def problem(M, N, K, epilogue):
@@ -41,7 +41,7 @@ def problem(M, N, K, epilogue):
     import torch.nn.functional as F
 
     from ridgeline.ops.dropout import DropoutState
-    from ridgeline.ops.linear import gemm
+    from ridgeline.ops.linear import gemm, stationary
     from ridgeline.ops.linear.reference import Masks, masked
 
     torch.manual_seed(0)
@@ -61,10 +61,13 @@ def problem(M, N, K, epilogue):
         "derivative": {"transposed_b": True, "gelu": "exact", "gelu_input_MN": c},
     }[epilogue]
 
-    def launch(config, source):
-        if source != gemm.SOURCE:
-            gemm.SOURCE = source
-            gemm._kernel.cache_clear()
+    def launch(config, folder):
+        for module in (gemm, stationary):
+            if folder != module.SOURCE.parent:
+                module.SOURCE = folder / module.SOURCE.name
+                module._kernel.cache_clear()
+        if config is None:
+            return stationary.stationary(x, w, out, **extra)
         return gemm.gemm(x, w, out, config, **extra)
 
     def reference(rows, dtype):
@@ -88,22 +91,25 @@ def problem(M, N, K, epilogue):
     return launch, reference, out, pre if epilogue == "gelu" else None, others
 
 
-def configurations(K):
-    """The configurations worth timing at this inner size."""
+def configurations(K, epilogue, label):
+    """The kernels worth timing at this inner size: a configuration of `gemm`, or None for `stationary`."""
     from ridgeline.ops.linear.gemm import Config
 
-    return [Config(tile_m=64, resident=K <= 512), Config(tile_m=128, resident=K <= 512)]
+    found = {"weights": None} if K <= 512 and epilogue != "residual" else {}
+    if label == "tree":
+        found |= {f"m{m}": Config(tile_m=m, resident=K <= 512) for m in (64, 128)}
+    return found
 
 
-def check(launch, reference, out, pre, config, source):
+def check(launch, reference, out, pre, config, folder):
     """Error relative to torch's bf16, over all outputs; the same bits twice."""
     import torch
 
     M = out.shape[0]
     out.fill_(float("nan"))
-    sums = launch(config, source)
+    sums = launch(config, folder)
     torch.cuda.synchronize()
-    first, again = out.clone(), launch(config, source)
+    first, again = out.clone(), launch(config, folder)
     torch.cuda.synchronize()
     same = torch.equal(first, out) and (sums is None or torch.equal(sums, again))
     ratio = 0.0
@@ -146,12 +152,12 @@ def run_case(name):
     launch, reference, out, pre, others = problem(M, N, K, epilogue)
     count = 4 if M >= M_BIG else 40
     graphs, found = {}, {}
-    for label, source in variants().items():
-        for config in configurations(K):
-            key = f"{label} m{config.tile_m}"
+    for label, folder in variants().items():
+        for kernel, config in configurations(K, epilogue, label).items():
+            key = f"{label} {kernel}"
             try:
-                found[key] = check(launch, reference, out, pre, config, source)
-                graphs[key] = graph_of(lambda c=config, s=source: launch(c, s), count)
+                found[key] = check(launch, reference, out, pre, config, folder)
+                graphs[key] = graph_of(lambda c=config, f=folder: launch(c, f), count)
             except Exception as error:
                 found[key] = {"error": repr(error)[:300]}
     for key, step in others.items():

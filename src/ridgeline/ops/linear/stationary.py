@@ -1,0 +1,106 @@
+"""The Hopper product with its weights in registers: launching. Kernel: stationary_sm90.cu."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.linear.gemm import plan_of
+from ridgeline.ops.linear.reference import GeluKind
+
+SOURCE = Path(__file__).parent / "stationary_sm90.cu"
+SMEM_LIMIT = 227 * 1024
+THREADS = 384
+TILE = 64  # rows and columns of a tile in shared memory
+TILE_BYTES = TILE * TILE * 2
+COLUMNS = 2 * TILE  # of a block
+LARGEST_K = 512
+BARRIER_BYTES = 1024
+
+
+def fitting_stages(outputs: int, reads_c: bool) -> int:
+    """Ring slots that fit beside two staging buffers an output and two tiles of C for each warpgroup."""
+    return (SMEM_LIMIT - BARRIER_BYTES) // TILE_BYTES - 4 * outputs - (4 if reads_c else 0)
+
+
+def smem(stages: int, outputs: int, reads_c: bool) -> int:
+    """Bytes of dynamic shared memory."""
+    return (stages + 4 * outputs + (4 if reads_c else 0)) * TILE_BYTES + BARRIER_BYTES
+
+
+def defines(
+    K: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    transposed_b: bool = False,
+    bias: bool = False,
+    gelu: GeluKind | None = None,
+    pre: bool = False,
+    derivative: bool = False,
+) -> dict[str, int]:
+    """The macros that compile the kernel for an inner size and an epilogue (see `stationary`)."""
+    return {
+        "K_CHUNKS": -(-K // TILE),
+        "STAGES": fitting_stages(1 + pre, derivative),
+        "RL_FP16": int(dtype == torch.float16),
+        "B_TRANSPOSED": int(transposed_b),
+        "EPILOGUE": 3 if derivative else 1 if gelu else 0,
+        "HAS_BIAS": int(bias),
+        "GELU_TANH": int(gelu == "tanh"),
+        "STORE_U": int(pre),
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(
+    device: int, K: int, dtype: torch.dtype, transposed_b: bool, bias: bool, gelu: GeluKind | None, pre: bool,
+    derivative: bool,
+) -> tuple[cuda.Kernel, int]:  # fmt: skip
+    """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
+    macros = defines(K, dtype, transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, derivative=derivative)
+    kernel = cuda.load(SOURCE, macros).kernel("stationary", "MMMMMPiPPi", patient=True)
+    return kernel, smem(macros["STAGES"], 1 + pre, derivative)
+
+
+def stationary(
+    a_MK: Tensor,
+    b: Tensor,
+    out_MN: Tensor,
+    *,
+    transposed_b: bool = False,
+    bias_N: Tensor | None = None,
+    gelu: GeluKind | None = None,
+    pre_MN: Tensor | None = None,
+    gelu_input_MN: Tensor | None = None,
+) -> Tensor | None:
+    """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
+
+    The epilogue is one of: acc + bias; gelu(acc + bias), with acc + bias also written to `pre_MN` if given;
+    acc · gelu'(gelu_input), with column sums.
+
+    Args:
+        a_MK: bf16 or fp16.
+        b: [N, K], or [K, N] with `transposed_b`.
+        out_MN: written.
+
+    Returns:
+        With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
+    """
+    M, K = a_MK.shape
+    N = out_MN.shape[1]
+    derivative = gelu_input_MN is not None
+    kernel, size = _kernel(
+        a_MK.get_device(), K, a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None, derivative
+    )
+    plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
+    map_a, map_b, map_c, map_d, map_u = (
+        cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (a_MK, b, gelu_input_MN, out_MN, pre_MN)
+    )
+    sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if derivative else None
+    arguments = (map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, N)
+    kernel.launch((plan.units,), THREADS, size, arguments)
+    return sums

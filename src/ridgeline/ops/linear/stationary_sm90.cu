@@ -1,0 +1,283 @@
+// D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a with B in registers: 16-bit operands, fp32 accumulators, K up to 512, any M
+// and N; rows of every matrix start at multiples of 16 bytes.
+//
+// Each of two consumer warpgroups holds 64 rows of B (output columns) for a whole segment as wgmma's left operand, and
+// walks down A, 64 rows at a time. Both read the same rows of A, so shared memory serves only those: half of what a
+// product from shared memory would read. The accumulators hold Dᵀ: a thread has two output columns. There are two sets
+// of them, so that a warpgroup does the epilogue of one tile while its products of the next run.
+//
+// Macros (see stationary.py):
+//   K_CHUNKS: ceil(K / 64), at most 8. STAGES: ring slots. B_TRANSPOSED: B is given as [K, N].
+//   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   3 D = acc · gelu'(C), with column sums of D
+//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1).
+#include "gelu.cuh"
+#include "smem.cuh"
+
+using namespace rl;
+
+constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
+constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
+constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE == 3;
+constexpr int OUTPUTS = BOTH ? 2 : 1;
+// dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers
+constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
+constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * TILE_BYTES : 0);
+static_assert(K_CHUNKS <= 8, "B does not fit the registers");
+
+struct Barriers {
+  u32 base;
+  RL_D u32 full(int slot) const { return base + 8 * slot; }
+  RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
+  RL_D u32 c_full(int group, int buffer) const { return base + 8 * (2 * STAGES + 2 * group + buffer); }
+  RL_D u32 c_empty(int group, int buffer) const { return base + 8 * (2 * STAGES + 4 + 2 * group + buffer); }
+};
+static_assert(8 * (2 * STAGES + 8) <= 1024, "barriers overflow");
+
+struct Problem {
+  const TensorMap *a, *b, *c, *d, *u;
+  int n;
+};
+
+// A stretch of work: {column tile + 65536 · row of partial sums, first row tile, row tile step, count}.
+struct Segment {
+  int4 s;
+  RL_D bool valid() const { return s.w > 0; }
+  RL_D int count() const { return s.w; }
+  RL_D int column(int group) const { return (s.x & 0xffff) * (GROUPS * COLUMNS) + group * COLUMNS; }
+  RL_D int sums_row() const { return s.x >> 16; }
+  RL_D int row(int tile) const { return (s.y + tile * s.z) * ROWS; }
+};
+
+struct Ring {
+  int slot = 0;
+  u32 phase = 0;
+  RL_D void advance() {
+    if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+};
+
+// B of each warpgroup, then the segment's rows of A, all through one ring.
+RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
+  Ring ring;
+  const auto load = [&](const TensorMap* map, int x, int y) {
+    barrier_wait(bar.empty(ring.slot), ring.phase ^ 1);
+    barrier_expect(bar.full(ring.slot), TILE_BYTES);
+    copy_2d(smem + ring.slot * TILE_BYTES, map, x, y, bar.full(ring.slot));
+    ring.advance();
+  };
+  for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
+    for (int group = 0; group < GROUPS; ++group)
+      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
+        if (B_TRANSPOSED) load(p.b, now.column(group), chunk * 64);
+        else load(p.b, chunk * 64, now.column(group));
+      }
+    for (int tile = 0; tile < now.count(); ++tile)
+      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) load(p.a, chunk * 64, now.row(tile));
+  }
+}
+
+RL_D u32 c_tile(u32 smem, int group, int buffer) { return smem + C_TILES + (2 * group + buffer) * TILE_BYTES; }
+
+RL_D void produce_c(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
+  int sent = 0;
+  for (Segment now{*schedule}; now.valid(); now = {*++schedule})
+    for (int tile = 0; tile < now.count(); ++tile, ++sent)
+      for (int group = 0; group < GROUPS; ++group) {
+        const int buffer = sent & 1;
+        barrier_wait(bar.c_empty(group, buffer), (sent >> 1 & 1) ^ 1);
+        barrier_expect(bar.c_full(group, buffer), TILE_BYTES);
+        copy_2d(c_tile(smem, group, buffer), p.c, now.column(group), now.row(tile), bar.c_full(group, buffer));
+      }
+}
+
+struct Consumer {
+  const Problem& p;
+  u32 smem;
+  Barriers bar;
+  int group, warp, lane;
+  bool leader;
+  u32 matrix;          // where this lane's row of four 8 × 8 matrices lies in a tile of D, U or C: [tokens, columns]
+  Ring ring;
+  int sent = 0;        // tiles
+  u32 weights[4 * K_CHUNKS][4];
+  float bias[2], sums[2];
+  u32 out[4], pre[4], c[4];
+
+  RL_D void release(int slot) const {
+    if (lane == 0) barrier_arrive(bar.empty(slot));
+  }
+  RL_D int slot_before() const { return ring.slot == 0 ? STAGES - 1 : ring.slot - 1; }
+  RL_D u32 staging(int output) const { return smem + STAGING + ((2 * group + (sent & 1)) * OUTPUTS + output) * TILE_BYTES; }
+
+  RL_D void load_weights(const u16* pointer, int column) {
+    const int q = lane >> 3, low = q & 1, high = q >> 1;
+#pragma unroll
+    for (int owner = 0; owner < GROUPS; ++owner)
+#pragma unroll
+      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
+        barrier_wait(bar.full(ring.slot), ring.phase);
+        const u32 tile = smem + ring.slot * TILE_BYTES;
+        if (owner == group)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            if (B_TRANSPOSED) load_matrices_transposed(weights[4 * chunk + k], tile + swizzle128(16 * k + (lane & 7) + 8 * high, 2 * warp + low));
+            else load_matrices(weights[4 * chunk + k], tile + swizzle128(16 * warp + (lane & 7) + 8 * low, 2 * k + high));
+          }
+        release(ring.slot);
+        ring.advance();
+      }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int x = column + 16 * warp + (lane >> 2) + 8 * h;
+      bias[h] = HAS_BIAS && x < p.n ? unpack_one(pointer[x]) : 0.f;
+      sums[h] = 0.f;
+    }
+  }
+
+  // Eight rows of a tile: columns lane / 4 (+ 8), rows 8 j + 2 (lane % 4) (+ 1).
+  RL_D void part(float (&acc)[32], int j) {
+    if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
+    if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
+    if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int pair = 2 * (j & 1) + h;
+      float v0 = acc[4 * j + 2 * h], v1 = acc[4 * j + 2 * h + 1];
+      if (EPILOGUE == 3) {
+        v0 *= gelu_derivative<GELU_TANH>(pair_low(c[pair]));
+        v1 *= gelu_derivative<GELU_TANH>(pair_high(c[pair]));
+        sums[h] += v0 + v1;
+      } else if (HAS_BIAS) {
+        v0 += bias[h], v1 += bias[h];
+      }
+      if (BOTH) pre[pair] = pack_pair(v0, v1);
+      out[pair] = EPILOGUE == 1 ? pack_pair(gelu<GELU_TANH>(v0), gelu<GELU_TANH>(v1)) : pack_pair(v0, v1);
+    }
+    if (j % 2 == 1) {
+      const u32 place = matrix + (j - 1) * 1024;
+      store_matrices_transposed(staging(0) + place, out[0], out[1], out[2], out[3]);
+      if (BOTH) store_matrices_transposed(staging(1) + place, pre[0], pre[1], pre[2], pre[3]);
+    }
+  }
+  // The tile leaves, and before it the tile before: the buffer that the next one takes.
+  RL_D void send(int column, int row) {
+    if (leader) store_wait_read<0>();
+    fence_async();
+    named_barrier<128>(1 + group);
+    if (leader) {
+      store_2d(p.d, staging(0), column, row);
+      if (BOTH) store_2d(p.u, staging(1), column, row);
+      store_commit();
+    }
+    ++sent;
+  }
+
+  // Products of a tile into `acc`, and meanwhile the epilogue of the tile before (if OLD), whose row is `row`.
+  template <bool OLD>
+  RL_D void tile(float (&acc)[32], float (&old)[32], int column, int row) {
+#pragma unroll
+    for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
+      barrier_wait(bar.full(ring.slot), ring.phase);
+      const u32 low = static_cast<u32>(operand_k_major(smem)) + ring.slot * (TILE_BYTES / 16);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], static_cast<u64>(operand_k_major(0) >> 32) << 32 | (low + 2 * k), chunk + k > 0);
+      wgmma_commit();
+      if (OLD && chunk == 0) {  // what the epilogue reads
+        wgmma_wait<1>();
+        wgmma_touch(old);
+        release(slot_before());
+      }
+      if (OLD)
+#pragma unroll
+        for (int j = 8 * chunk / K_CHUNKS; j < 8 * (chunk + 1) / K_CHUNKS; ++j) part(old, j);
+      if (chunk > 0) {
+        wgmma_wait<1>();
+        release(slot_before());
+      }
+      ring.advance();
+    }
+    if (OLD) send(column, row);
+  }
+  RL_D void finish(float (&acc)[32], int column, int row) {
+    wgmma_wait<0>();
+    wgmma_touch(acc);
+    release(slot_before());
+#pragma unroll
+    for (int j = 0; j < 8; ++j) part(acc, j);
+    send(column, row);
+  }
+  RL_D void write_sums(float* partials, int column) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float s = sums[h];
+      s += __shfl_xor_sync(FULL, s, 1);
+      s += __shfl_xor_sync(FULL, s, 2);
+      const int x = column + 16 * warp + (lane >> 2) + 8 * h;
+      if ((lane & 3) == 0 && x < p.n) partials[x] = s;
+    }
+  }
+
+  RL_D void consume(const int4* schedule, const u16* bias_pointer, float* partials) {
+    float even[32], odd[32];
+    for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
+      const int column = now.column(group), count = now.count();
+      load_weights(bias_pointer, column);
+      tile<false>(even, odd, column, 0);
+      int next = 1;
+      for (; next + 1 < count; next += 2) {
+        tile<true>(odd, even, column, now.row(next - 1));
+        tile<true>(even, odd, column, now.row(next));
+      }
+      if (next < count) {
+        tile<true>(odd, even, column, now.row(next - 1));
+        finish(odd, column, now.row(next));
+      } else {
+        finish(even, column, now.row(next - 1));
+      }
+      if (EPILOGUE == 3) write_sums(partials + static_cast<i64>(now.sums_row()) * p.n, column);
+    }
+    if (leader) store_wait_read<0>();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    stationary(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+               const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
+               const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
+               int n) {
+  const u32 smem = dynamic_smem();
+  const Barriers bar{smem + BARRIERS};
+  const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
+  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    prefetch_map(p.a);
+    prefetch_map(p.b);
+    prefetch_map(p.d);
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(bar.full(i), 1);
+      barrier_init(bar.empty(i), 4 * GROUPS);
+    }
+    for (int i = 0; i < 4; ++i) {
+      barrier_init(bar.c_full(0, i), 1);
+      barrier_init(bar.c_empty(0, i), 4);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_previous();
+  let_next_start();
+  schedule += static_cast<i64>(blockIdx.x) * segments;
+  if (group < 0) {
+    registers_down<40>();
+    if (threadIdx.x == 0) produce(p, schedule, smem, bar);
+    if (READS_C && threadIdx.x == 32) produce_c(p, schedule, smem, bar);
+  } else {
+    registers_up<232>();
+    const int quarter = lane >> 3;
+    Consumer me{p, smem, bar, group, warp, lane, warp == 0 && lane == 0,
+                swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
+    me.consume(schedule, bias, partials);
+  }
+}
