@@ -1,0 +1,1 @@
+"""Which model does the job soonest: races, comparisons and searches over whole training runs."""
