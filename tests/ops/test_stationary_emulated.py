@@ -18,7 +18,7 @@ extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segm
                            float* partials, int n, int grid, int random, int late) {
   return emulation::launch(grid, 384, random, late, [=] {
     stationary(m[0], m[1], m[2], m[3], m[4], reinterpret_cast<const int4*>(schedule), segments, bias, partials, n);
-  });
+  }, CLUSTER);
 }
 """
 
@@ -33,6 +33,7 @@ class Case:
     units: int = 2
     seed: int = 0
     late: bool = False
+    cluster: int = 1
 
 
 CASES = [
@@ -41,6 +42,8 @@ CASES = [
     Case(200, 130, 512, "bias", units=1, seed=3, late=True),
     Case(390, 128, 256, "plain", transposed_b=True, units=1, seed=4),
     Case(450, 264, 136, "derivative", units=1, seed=5),
+    Case(300, 400, 200, "gelu", units=2, seed=6, cluster=2),
+    Case(330, 264, 136, "derivative", transposed_b=True, units=1, seed=7, late=True, cluster=2),
 ]
 
 
@@ -60,16 +63,17 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
         gelu="exact" if case.epilogue == "gelu" else None,
         pre=case.epilogue == "gelu",
         derivative=case.epilogue == "derivative",
+        cluster=case.cluster,
     )
-    work, slots = divide(-(-M // stationary.TILE), -(-N // stationary.COLUMNS), case.units)
+    work, slots = divide(-(-M // stationary.TILE), -(-N // (stationary.COLUMNS * case.cluster)), case.units)
     longest = max(map(len, work)) + 1
     schedule = torch.tensor([[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work], dtype=torch.int32)
     sums = torch.zeros(slots, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-    maps = emulation.maps(*((x, (64, 64)) for x in (a, b, c, out, pre)))
+    maps = emulation.maps((a, (64 // case.cluster, 64)), *((x, (64, 64)) for x in (b, c, out, pre)))
     fault = emulation.compile(SOURCE, macros, stationary.SOURCE.parent)(
-        ctypes.byref(maps), pointer(schedule), longest, pointer(bias), pointer(sums), N, len(work), case.seed,
-        int(case.late),
+        ctypes.byref(maps), pointer(schedule), longest, pointer(bias), pointer(sums), N, len(work) * case.cluster,
+        case.seed, int(case.late),
     )  # fmt: skip
     assert fault is None
     expected = a.double() @ (b.double() if case.transposed_b else b.double().t())
@@ -82,5 +86,5 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
         u = c.double().requires_grad_()
         (slope,) = torch.autograd.grad(torch.nn.functional.gelu(u).sum(), u)
         expected = expected * slope
-        assert (sums.double().sum(0) - expected.sum(0)).norm() <= 1e-4 * expected.sum(0).norm()
+        assert (sums.double().sum(0) - expected.sum(0)).norm() <= 1e-3 * expected.sum(0).norm()
     assert (out.double() - expected).norm() <= 2e-3 * expected.norm()

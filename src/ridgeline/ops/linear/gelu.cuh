@@ -3,6 +3,7 @@
 #include "ridgeline/common.cuh"
 #if !defined(__CUDACC__) && !defined(__CUDACC_RTC__)
 #include <cmath>
+#include <cstring>
 #endif
 
 namespace rl {
@@ -77,6 +78,101 @@ RL_HD float gelu_derivative(float x) {
 #endif
   }
   return fused_multiply_add(x, density, gate);
+}
+
+// ---- The same for pairs of numbers in half precision, two an instruction: half the instructions and a sixth of a bf16's
+// rounding as error, so for bf16 results only. Φ(x) = (1 + tanh(x (a + b x²))) / 2, for the exact form with the a and b of
+// least largest error (1.4e-4); infinite squares do no harm, because a and b are positive.
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+RL_D u32 half_pair(float low, float high) {
+  u32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+RL_D float half_low(u32 pair) {
+  float value;
+  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, l;}" : "=f"(value) : "r"(pair));
+  return value;
+}
+RL_D float half_high(u32 pair) {
+  float value;
+  asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %1;\ncvt.f32.f16 %0, h;}" : "=f"(value) : "r"(pair));
+  return value;
+}
+RL_D u32 half_multiply(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+RL_D u32 half_multiply_add(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+RL_D u32 half_clamp(u32 a, u32 limit) {  // to ± limit
+  u32 r;
+  asm("min.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(limit));
+  return r;
+}
+RL_D u32 half_tanh(u32 a) {
+  u32 r;
+  asm("tanh.approx.f16x2 %0, %1;" : "=r"(r) : "r"(a));
+  return r;
+}
+RL_D u32 half_exp2(u32 a) {
+  u32 r;
+  asm("ex2.approx.f16x2 %0, %1;" : "=r"(r) : "r"(a));
+  return r;
+}
+#else
+inline u32 half_pair(float low, float high) {
+  const _Float16 values[2] = {static_cast<_Float16>(low), static_cast<_Float16>(high)};
+  u32 pair;
+  std::memcpy(&pair, values, 4);
+  return pair;
+}
+inline float half_low(u32 pair) {
+  _Float16 value;
+  std::memcpy(&value, &pair, 2);
+  return value;
+}
+inline float half_high(u32 pair) { return half_low(pair >> 16); }
+inline u32 half_multiply_add(u32 a, u32 b, u32 c) {
+  return half_pair(half_low(a) * half_low(b) + half_low(c), half_high(a) * half_high(b) + half_high(c));
+}
+inline u32 half_multiply(u32 a, u32 b) { return half_pair(half_low(a) * half_low(b), half_high(a) * half_high(b)); }
+inline u32 half_clamp(u32 a, u32 limit) {
+  const auto clamp = [](float x, float most) { return std::abs(x) > most ? std::copysign(most, x) : x; };
+  return half_pair(clamp(half_low(a), half_low(limit)), clamp(half_high(a), half_high(limit)));
+}
+inline u32 half_tanh(u32 a) { return half_pair(std::tanh(half_low(a)), std::tanh(half_high(a))); }
+inline u32 half_exp2(u32 a) { return half_pair(std::exp2(half_low(a)), std::exp2(half_high(a))); }
+#endif
+
+constexpr u32 HALF_HALF = 0x38003800u;  // (0.5, 0.5)
+
+template <bool TANH>
+RL_HD u32 gelu_gate_pair(u32 x, u32 square) {
+  // tanh form: 0.7978846, 0.0356774; exact: 0.7988012, 0.0352822
+  const u32 a = TANH ? 0x3a623a62u : 0x3a643a64u, b = TANH ? 0x28912891u : 0x28842884u;
+  const u32 t = half_tanh(half_multiply(x, half_multiply_add(square, b, a)));
+  return half_multiply_add(t, HALF_HALF, HALF_HALF);
+}
+
+// d GELU / dx; the tanh form's Φ' = s (1 - s) (2 a + 6 b x²).
+template <bool TANH>
+RL_HD u32 gelu_derivative_pair(u32 x) {
+  x = half_clamp(x, 0x4c004c00u);  // ± 16: squares stay finite
+  const u32 square = half_multiply(x, x), gate = gelu_gate_pair<TANH>(x, square);
+  u32 density;
+  if (TANH) {
+    const u32 falling = half_multiply_add(gate ^ 0x80008000u, gate, gate);
+    density = half_multiply(half_multiply_add(square, 0x32da32dau, 0x3e623e62u), falling);
+  } else {
+    density = half_exp2(half_multiply_add(square, 0xb9c5b9c5u, 0xbd4ebd4eu));
+  }
+  return half_multiply_add(x, density, gate);
 }
 
 }  // namespace rl

@@ -41,6 +41,7 @@ def defines(
     gelu: GeluKind | None = None,
     pre: bool = False,
     derivative: bool = False,
+    cluster: int = 1,
 ) -> dict[str, int]:
     """The macros that compile the kernel for an inner size and an epilogue (see `stationary`)."""
     return {
@@ -52,16 +53,19 @@ def defines(
         "HAS_BIAS": int(bias),
         "GELU_TANH": int(gelu == "tanh"),
         "STORE_U": int(pre),
+        "CLUSTER": cluster,
     }
 
 
 @functools.lru_cache(maxsize=256)
 def _kernel(
     device: int, K: int, dtype: torch.dtype, transposed_b: bool, bias: bool, gelu: GeluKind | None, pre: bool,
-    derivative: bool,
+    derivative: bool, cluster: int,
 ) -> tuple[cuda.Kernel, int]:  # fmt: skip
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
-    macros = defines(K, dtype, transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, derivative=derivative)
+    macros = defines(
+        K, dtype, transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, derivative=derivative, cluster=cluster
+    )
     kernel = cuda.load(SOURCE, macros).kernel("stationary", "MMMMMPiPPi", patient=True)
     return kernel, smem(macros["STAGES"], 1 + pre, derivative)
 
@@ -76,6 +80,7 @@ def stationary(
     gelu: GeluKind | None = None,
     pre_MN: Tensor | None = None,
     gelu_input_MN: Tensor | None = None,
+    cluster: int = 1,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
 
@@ -86,6 +91,7 @@ def stationary(
         a_MK: bf16 or fp16.
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
+        cluster: 2 makes pairs of blocks share the rows of A.
 
     Returns:
         With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
@@ -94,13 +100,22 @@ def stationary(
     N = out_MN.shape[1]
     derivative = gelu_input_MN is not None
     kernel, size = _kernel(
-        a_MK.get_device(), K, a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None, derivative
+        a_MK.get_device(),
+        K,
+        a_MK.dtype,
+        transposed_b,
+        bias_N is not None,
+        gelu,
+        pre_MN is not None,
+        derivative,
+        cluster,
     )
-    plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
-    map_a, map_b, map_c, map_d, map_u = (
-        cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (a_MK, b, gelu_input_MN, out_MN, pre_MN)
+    plan = plan_of(-(-M // TILE), -(-N // (COLUMNS * cluster)), a_MK.device, cluster)
+    map_a = cuda.tensor_map(a_MK, (TILE // cluster, TILE))
+    map_b, map_c, map_d, map_u = (
+        cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (b, gelu_input_MN, out_MN, pre_MN)
     )
     sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if derivative else None
     arguments = (map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, N)
-    kernel.launch((plan.units,), THREADS, size, arguments)
+    kernel.launch((plan.units * cluster,), THREADS, size, arguments)
     return sums

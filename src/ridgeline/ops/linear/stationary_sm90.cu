@@ -8,6 +8,7 @@
 //
 // Macros (see stationary.py):
 //   K_CHUNKS: ceil(K / 64), at most 8. STAGES: ring slots. B_TRANSPOSED: B is given as [K, N].
+//   CLUSTER: 1, or 2: pairs of blocks share the rows of A, each bringing half of them to both.
 //   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   3 D = acc · gelu'(C), with column sums of D
 //   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1).
 #include "gelu.cuh"
@@ -16,6 +17,7 @@
 using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
+constexpr bool PAIRED = CLUSTER == 2;
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE == 3;
 constexpr int OUTPUTS = BOTH ? 2 : 1;
@@ -43,7 +45,10 @@ struct Segment {
   int4 s;
   RL_D bool valid() const { return s.w > 0; }
   RL_D int count() const { return s.w; }
-  RL_D int column(int group) const { return (s.x & 0xffff) * (GROUPS * COLUMNS) + group * COLUMNS; }
+  RL_D int column(int group) const {
+    const int block = (s.x & 0xffff) * CLUSTER + (PAIRED ? static_cast<int>(cluster_rank()) : 0);
+    return (block * GROUPS + group) * COLUMNS;
+  }
   RL_D int sums_row() const { return s.x >> 16; }
   RL_D int row(int tile) const { return (s.y + tile * s.z) * ROWS; }
 };
@@ -59,20 +64,22 @@ struct Ring {
 // B of each warpgroup, then the segment's rows of A, all through one ring.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   Ring ring;
-  const auto load = [&](const TensorMap* map, int x, int y) {
+  const auto load = [&](const TensorMap* map, int x, int y, bool shared_rows) {
+    const u32 target = smem + ring.slot * TILE_BYTES, full = bar.full(ring.slot);
     barrier_wait(bar.empty(ring.slot), ring.phase ^ 1);
-    barrier_expect(bar.full(ring.slot), TILE_BYTES);
-    copy_2d(smem + ring.slot * TILE_BYTES, map, x, y, bar.full(ring.slot));
+    barrier_expect(full, TILE_BYTES);
+    if (PAIRED && shared_rows) copy_2d_both(target + cluster_rank() * (TILE_BYTES / 2), map, x, y + cluster_rank() * (ROWS / 2), full);
+    else copy_2d(target, map, x, y, full);
     ring.advance();
   };
   for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
     for (int group = 0; group < GROUPS; ++group)
       for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        if (B_TRANSPOSED) load(p.b, now.column(group), chunk * 64);
-        else load(p.b, chunk * 64, now.column(group));
+        if (B_TRANSPOSED) load(p.b, now.column(group), chunk * 64, false);
+        else load(p.b, chunk * 64, now.column(group), false);
       }
     for (int tile = 0; tile < now.count(); ++tile)
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) load(p.a, chunk * 64, now.row(tile));
+      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) load(p.a, chunk * 64, now.row(tile), true);
   }
 }
 
@@ -90,6 +97,25 @@ RL_D void produce_c(const Problem& p, const int4* schedule, u32 smem, Barriers b
       }
 }
 
+// GELU and its derivative, in half precision where the result becomes bf16.
+RL_D void activate(float& v0, float& v1) {
+  if (RL_FP16) {
+    v0 = gelu<GELU_TANH>(v0), v1 = gelu<GELU_TANH>(v1);
+  } else {
+    const u32 x = half_pair(v0, v1), gate = gelu_gate_pair<GELU_TANH>(x, half_multiply(x, x));
+    v0 *= half_low(gate), v1 *= half_high(gate);
+  }
+}
+RL_D void multiply_derivative(float& v0, float& v1, u32 input) {
+  const float x0 = pair_low(input), x1 = pair_high(input);
+  if (RL_FP16) {
+    v0 *= gelu_derivative<GELU_TANH>(x0), v1 *= gelu_derivative<GELU_TANH>(x1);
+  } else {
+    const u32 slope = gelu_derivative_pair<GELU_TANH>(half_pair(x0, x1));
+    v0 *= half_low(slope), v1 *= half_high(slope);
+  }
+}
+
 struct Consumer {
   const Problem& p;
   u32 smem;
@@ -105,6 +131,7 @@ struct Consumer {
 
   RL_D void release(int slot) const {
     if (lane == 0) barrier_arrive(bar.empty(slot));
+    if (PAIRED && lane == 0) remote_free(bar.empty(slot), cluster_rank() ^ 1);
   }
   RL_D int slot_before() const { return ring.slot == 0 ? STAGES - 1 : ring.slot - 1; }
   RL_D u32 staging(int output) const { return smem + STAGING + ((2 * group + (sent & 1)) * OUTPUTS + output) * TILE_BYTES; }
@@ -144,14 +171,14 @@ struct Consumer {
       const int pair = 2 * (j & 1) + h;
       float v0 = acc[4 * j + 2 * h], v1 = acc[4 * j + 2 * h + 1];
       if (EPILOGUE == 3) {
-        v0 *= gelu_derivative<GELU_TANH>(pair_low(c[pair]));
-        v1 *= gelu_derivative<GELU_TANH>(pair_high(c[pair]));
+        multiply_derivative(v0, v1, c[pair]);
         sums[h] += v0 + v1;
       } else if (HAS_BIAS) {
         v0 += bias[h], v1 += bias[h];
       }
       if (BOTH) pre[pair] = pack_pair(v0, v1);
-      out[pair] = EPILOGUE == 1 ? pack_pair(gelu<GELU_TANH>(v0), gelu<GELU_TANH>(v1)) : pack_pair(v0, v1);
+      if (EPILOGUE == 1) activate(v0, v1);
+      out[pair] = pack_pair(v0, v1);
     }
     if (j % 2 == 1) {
       const u32 place = matrix + (j - 1) * 1024;
@@ -242,7 +269,7 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
     stationary(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
                const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
@@ -257,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     prefetch_map(p.d);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(bar.full(i), 1);
-      barrier_init(bar.empty(i), 4 * GROUPS);
+      barrier_init(bar.empty(i), 4 * GROUPS * CLUSTER);
     }
     for (int i = 0; i < 4; ++i) {
       barrier_init(bar.c_full(0, i), 1);
@@ -265,10 +292,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
     barrier_init_fence();
   }
-  __syncthreads();
+  if (PAIRED) cluster_sync();
+  else __syncthreads();
   wait_for_previous();
   let_next_start();
-  schedule += static_cast<i64>(blockIdx.x) * segments;
+  schedule += static_cast<i64>(blockIdx.x / CLUSTER) * segments;
   if (group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(p, schedule, smem, bar);
@@ -280,4 +308,5 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
     me.consume(schedule, bias, partials);
   }
+  if (PAIRED) cluster_sync();  // no block leaves while the other still sends to it
 }
