@@ -37,6 +37,10 @@ class UnsupportedError(RidgelineError, ValueError):
     """An implementation, precision, shape or device that cannot run here, with the reason."""
 
 
+class OutOfMemoryError(RidgelineError):
+    """What was asked for does not fit the memory of the device or of the machine."""
+
+
 class MissingExtraError(RidgelineError, ImportError):
     """An optional dependency that is not installed."""
 

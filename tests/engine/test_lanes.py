@@ -20,4 +20,6 @@ def test_the_faster_number_wins_and_what_does_not_divide_is_left_out(slow):
 
         return TrainStep(Stranger(), loss, precision="fp32", lanes=lanes)
 
-    assert choose_lanes(make, language_batch(batch=4), (1, 2, 3)) == 3 - slow
+    times = choose_lanes(make, language_batch(batch=4), (1, 2, 3))
+    assert min(times, key=times.get) == 3 - slow
+    assert times.keys() == {1, 2}

@@ -1,14 +1,17 @@
 import numpy as np
 import pytest
+import torch
 
 from ridgeline import checkpoint
 from ridgeline.data import games
 from ridgeline.data.api import load_dataset
 from ridgeline.data.text import Vocabulary
+from ridgeline.errors import UnsupportedError
 from ridgeline.games.table import GameTable
 from ridgeline.models import Category, Head, LanguageConfig, PolicyConfig
 from ridgeline.presets import preset
 from ridgeline.train import train
+from ridgeline.train.engines import build_model, find_engine, fused_missing, make_step, settle_best
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.resolve import fit_model
 from ridgeline.train.settings import override
@@ -90,3 +93,26 @@ def test_a_policy_trains_on_games_and_records_their_features(bouts):
     meta = checkpoint.load("run/last").meta
     assert meta["features"] == {"game": "toy", "version": 1}
     assert meta["window"] == {"context": 8, "stride": 2, "delay": 1}
+
+
+def test_on_a_card_auto_is_best_and_best_is_the_fused_blocks_or_says_why(config, change, monkeypatch):
+    monkeypatch.setattr("ridgeline.train.engines.triton_missing", lambda device: None)
+    card = torch.device("cuda")
+    assert find_engine("auto", card) == "best"
+    assert find_engine("auto", torch.device("cpu")) == "eager"
+    best = change(config, engine="best", device="cuda", precision="bf16")
+    assert settle_best(best) == best
+    for other, reason in (
+        (change(best, precision="bf16-autocast"), "casts between"),
+        (override(best, {"model": {"decoder": {"width": 16384}}}), "at most 8192"),
+    ):
+        assert settle_best(other).engine == "compile+graph"
+        assert reason in fused_missing(other)
+    monkeypatch.setattr("ridgeline.train.engines.triton_missing", lambda device: "triton is not installed")
+    assert settle_best(best).engine == "graph"
+
+
+def test_engines_of_pytorchs_own_graphs_do_not_train_in_several_processes(config, change):
+    settled = change(config, engine="reduce-overhead", precision="fp32")
+    with pytest.raises(UnsupportedError, match="with 2 processes use best"):
+        make_step(build_model(change(settled, engine="eager")), settled, world=2)

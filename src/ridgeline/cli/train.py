@@ -63,7 +63,8 @@ def run(arguments: Sequence[str]) -> int:
     if config.data in ("boxing", "boxing-visible"):
         replay_shipped(config.data)
     result = resume(options.resume, config) if options.resume else train(config, init_from=options.init_from)
-    _report(result, as_json=options.json)
+    if result.rank == 0:
+        _report(result, as_json=options.json)
     return INTERRUPTED if result.interrupted else 0
 
 

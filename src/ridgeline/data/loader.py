@@ -33,22 +33,35 @@ class Batches:
     Args:
         data: a text or games.
         window: what a window is.
-        batch: windows a batch (B).
+        batch: windows a step learns from, in all processes together.
         seed: of the shuffle.
+        rank: number of this process, which takes its equal share of every batch (B).
+        world: processes.
     """
 
-    def __init__(self, data: TextData | GameData, window: WindowSpec, *, batch: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        data: TextData | GameData,
+        window: WindowSpec,
+        *,
+        batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         if batch < 1:
             raise ConfigError(f"batch must be at least 1, got {batch}")
+        if batch % world:
+            raise ConfigError(f"{world} processes cannot share a batch of {batch}; use a multiple of {world}")
         if not 0 <= seed < 1 << 63:
             raise ConfigError(f"seed must be 0 to 2^63 − 1, got {seed}")
         self.windows = windows_of(data, window)
-        self.batch = batch
+        self.batch, self.rank, self.world = batch, rank, world
         self.position = 0
         self._order = Order(self.windows.train_windows, seed)
 
     def next(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The next batch.
+        """The next batch, or this process' share of it.
 
         Args:
             out: CPU tensors to write to (pinned ones, say), of the batch's names and shapes and of any dtype that
@@ -59,7 +72,8 @@ class Batches:
             "numbers": [B, T, N], "previous": [B, T, heads], "targets": [B, T, heads]}, without categories or numbers
             where the game has none. Targets of −100 do not count.
         """
-        index_B, word_B = self._order.at(self.position, self.batch)
+        share = self.batch // self.world
+        index_B, word_B = self._order.at(self.position + self.rank * share, share)
         batch = _gather(self.windows, *self.windows.train(index_B, word_B), out)
         self.position += self.batch
         return batch

@@ -18,7 +18,6 @@ WARM_UP = 3
 _CURES = (
     ("synchroniz", "the model or loss waits for the device (.item(), .tolist(), bool(tensor), nonzero, a print)"),
     ("legacy stream", "something in the model runs on the default stream"),
-    ("out of memory", "the card has too little memory for the step; lower the batch or raise accumulate"),
     ("capture", "the model or loss does what a CUDA graph cannot hold"),
 )
 
@@ -66,6 +65,8 @@ class CudaCapture:
                 program()
         except Exception as error:
             self._free_generator()
+            if isinstance(error, torch.OutOfMemoryError):
+                raise  # the step knows what needs how much
             raise UnsupportedError(f"the step cannot be captured: {reason(error)}") from error
         return graph.replay
 

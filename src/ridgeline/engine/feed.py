@@ -57,13 +57,16 @@ class Feed:
         leaves: tensors of the first batch, for shapes and dtypes.
         spec: how they nest.
         device: where the step runs.
+        prefetch: False to copy from the host straight into the static tensors, in the step's own order.
 
     Attributes:
         static: tensors that the step reads, in the order of the leaves.
     """
 
-    def __init__(self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device) -> None:
-        self.spec, self.device = spec, device
+    def __init__(
+        self, leaves: list[Tensor], spec: pytree.TreeSpec, device: torch.device, *, prefetch: bool = True
+    ) -> None:
+        self.spec, self.device, self._prefetch = spec, device, prefetch
         self.static = [torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves]
         self._staging: list[Tensor] | None = None
         self._turn = 0
@@ -82,6 +85,10 @@ class Feed:
         """Makes `leaves` the batch of the next step. Asynchronous on CUDA; see the class for the contract."""
         if self.device.type == "cpu" or all(leaf.device == self.device for leaf in leaves):
             torch._foreach_copy_(self.static, leaves)
+            return
+        if not self._prefetch:
+            for target, leaf in zip(self.static, leaves, strict=True):
+                target.copy_(leaf)
             return
         staging = self._open()
         slot, self._turn = self._slots[self._turn], 1 - self._turn

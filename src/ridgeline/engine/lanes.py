@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +11,7 @@ from typing import Any
 import torch
 
 from ridgeline.engine.step import TrainStep
-
-log = logging.getLogger(__name__)
+from ridgeline.errors import OutOfMemoryError
 
 STEPS = 10  # timed steps of a candidate, after as many that are not
 
@@ -31,8 +29,8 @@ def _milliseconds(step: TrainStep, batch: Any) -> float:
     return statistics.median(times[STEPS:])
 
 
-def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Sequence[int] = (1, 2)) -> int:
-    """The number of lanes whose step is fastest on `batch`.
+def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Sequence[int] = (1, 2)) -> dict[int, float]:
+    """Milliseconds a step on `batch` takes with each number of lanes; the smallest is the one to choose.
 
     Each candidate trains for a few steps; `make` builds it on weights that may be changed. Another number of lanes
     rounds sums differently, so a run keeps the choice it began with: store it with the run's settings.
@@ -40,17 +38,20 @@ def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Seque
     Args:
         make: make(lanes) → a step with that many lanes.
         batch: a batch of the run's shape.
-        candidates: numbers to try; those that do not divide the batch are left out.
+        candidates: numbers to try; those that do not divide the batch are left out, and so are those after the first
+            for which the card has too little memory.
     """
     found: dict[int, float] = {}
     for lanes in candidates:
         step = make(lanes)
-        if len(next(iter(torch.utils._pytree.tree_leaves(batch)))) % step.cut.pieces == 0:
-            found[lanes] = _milliseconds(step, batch)
+        try:
+            if len(next(iter(torch.utils._pytree.tree_leaves(batch)))) % step.cut.pieces == 0:
+                found[lanes] = _milliseconds(step, batch)
+        except OutOfMemoryError:
+            if not found:
+                raise
         del step
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    best = min(found, key=lambda lanes: found[lanes])
-    log.info("lanes: %d of %s", best, ", ".join(f"{lanes} in {ms:.3f} ms" for lanes, ms in found.items()))
-    return best
+    return found

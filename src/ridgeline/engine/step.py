@@ -27,7 +27,7 @@ from ridgeline.engine.precision import find_precision
 from ridgeline.engine.reduction import Reduction
 from ridgeline.engine.slots import Decays, matrices_decay
 from ridgeline.engine.update import LossScale, StepMetrics, Update
-from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
+from ridgeline.errors import ConfigError, OutOfMemoryError, RidgelineError, UnsupportedError
 from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig
@@ -35,6 +35,7 @@ from ridgeline.optim import OptimizerConfig
 log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
+GIB = 2**30
 MAX_SHAPES = 8  # captured batch shapes; a loop with more of them should pad
 
 
@@ -74,6 +75,8 @@ class TrainStep:
         seed: seed of the dropout masks.
         replicas: the processes that train together; None for all of torch.distributed's default group.
         scale: settings of fp16's loss scale.
+        prefetch: send a batch from the host to the card while the step before it runs, by a pinned copy and a stream of
+            its own; False to copy it when its turn has come.
         bad_steps: consecutive non-finite steps after which `check` stops the run.
 
     Raises:
@@ -98,13 +101,14 @@ class TrainStep:
         seed: int = 0,
         replicas: Replicas | None = None,
         scale: LossScale | None = None,
+        prefetch: bool = True,
         bad_steps: int = 20,
     ) -> None:
         if min(accumulate, lanes, bad_steps) < 1:
             raise ConfigError(f"accumulate, lanes and bad_steps must be at least 1, got {accumulate, lanes, bad_steps}")
         if loss is None and not callable(getattr(model, "loss", None)):
             raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
-        self.model, self.bad_steps = model, bad_steps
+        self.model, self.bad_steps, self._prefetch = model, bad_steps, prefetch
         self.precision = find_precision(precision)
         self.replicas = Replicas() if replicas is None else replicas
         self.flat = FlatParameters(model, compute=self.precision.compute, decays=decays, lanes=lanes)
@@ -183,25 +187,44 @@ class TrainStep:
         if self._shapes:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
         self.flat.check_views()
-        feed = Feed(leaves, spec, self.device)
+        try:
+            return self._make(leaves, spec)
+        except RidgelineError:
+            raise
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(self._no_memory(shapes, error)) from error
+        except Exception as error:
+            if self._capture is None:
+                raise
+            raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
+
+    def _make(self, leaves: list[Tensor], spec: Any) -> _Prepared:
+        feed = Feed(leaves, spec, self.device, prefetch=self._prefetch)
         reduction = Reduction(self.replicas, self.flat) if self.replicas.world > 1 else None
         program = self._program(feed, reduction)
         if self._capture is None:
             return _Prepared(feed, reduction, program)
         feed.load(leaves)
         with self._undone():
-            try:
-                if isinstance(self._capture, CudaCapture):
-                    self._capture.warm_up(program)
-                else:
-                    program()
-                self._refuse_written_buffers()
-                with self._high_water():
-                    return _Prepared(feed, reduction, self._capture(program))
-            except RidgelineError:
-                raise
-            except Exception as error:
-                raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
+            if isinstance(self._capture, CudaCapture):
+                self._capture.warm_up(program)
+            else:
+                program()
+            self._refuse_written_buffers()
+            with self._high_water():
+                return _Prepared(feed, reduction, self._capture(program))
+
+    def _no_memory(self, shapes: str, error: BaseException) -> str:
+        """What needs how much, for a batch that found no memory."""
+        sizes = {name: size for name, size in self.memory().items() if size and not name.startswith("activations")}
+        kept = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        peak = torch.cuda.max_memory_allocated(self.device)
+        return (
+            f"out of memory on a batch of {shapes}: of the card's {total / GIB:.1f} GiB the step keeps {kept}, and "
+            f"with its activations and workspace held {peak / GIB:.1f} when it found no more "
+            f"({str(error).strip().splitlines()[0]}); lower the batch or raise accumulate"
+        )
 
     @contextlib.contextmanager
     def _high_water(self) -> Iterator[None]:

@@ -24,11 +24,20 @@ class Engine:
         compile: mode of torch.compile for forward and backward, or None.
         capture: whether the whole step is one CUDA graph of the step engine; without it PyTorch's own step.
         impl: implementation of the model.
+        lanes: pieces of a batch that run beside each other, where the run's config does not say.
+        prefetch: whether the next batch is on its way to the card while a step runs.
     """
 
     compile: str | None = None
     capture: bool = False
     impl: str = "torch"
+    lanes: int = 1
+    prefetch: bool = True
+
+    @property
+    def own(self) -> bool:
+        """Whether the step engine takes the step, and not PyTorch's optimiser and autocast."""
+        return self.capture or self.impl != "torch"
 
 
 ENGINES = {
@@ -51,12 +60,13 @@ class TrainConfig:
         model: the model; vocabulary, inputs and heads follow the data.
         data: a text file, nanoGPT's .bin, the folder of a data set, or one of the names `ridgeline data --help` lists.
         window: what a training window is.
-        batch: windows in an optimisation step.
+        batch: windows in an optimisation step, over all processes that train together.
         accumulation: parts into which a step's batch is cut to save memory; must divide `batch`.
+        lanes: pieces of a part that run beside each other; 0 to measure, on a card, whether one or two are faster.
         optimizer: AdamW, schedule and clipping.
         precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
-        engine: how a step is run: eager, compile, reduce-overhead, max-autotune, graph, compile+graph or best; "auto"
-            for eager on the CPU and compile+graph on a card.
+        engine: how a step is run: eager, compile, reduce-overhead, max-autotune, graph, compile+graph or best, which is
+            the fused blocks where they can run, else compile+graph; "auto" for eager on the CPU and best on a card.
         device: cpu, cuda or cuda:N; "auto" for a CUDA card where there is one, else cpu.
         seed: of initial weights, order of the data and dropout.
         steps: length of the run in optimisation steps; one of steps, tokens and minutes is set.
@@ -76,6 +86,7 @@ class TrainConfig:
     window: WindowSpec
     batch: int
     accumulation: int = 1
+    lanes: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: str = AUTO
     engine: str = AUTO
@@ -102,8 +113,9 @@ class TrainConfig:
                 f"accumulation={self.accumulation}, which {self.preset} sets unless you do, does not divide "
                 f"batch={self.batch}; set accumulation={math.gcd(self.accumulation, self.batch)} or change the batch"
             )
-        if self.eval_windows < 0:
-            raise ConfigError(f"eval_windows must be 0 (all) or more, got {self.eval_windows}")
+        for name, nothing in (("eval_windows", "all"), ("lanes", "to be measured")):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 ({nothing}) or more, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be in [0, 2^63), got {self.seed}")
         stops = [name for name in STOPS if getattr(self, name) is not None]

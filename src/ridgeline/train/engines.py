@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import cast
+
 import torch
+from torch import nn
 
 from ridgeline.engine import TrainStep
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.models import Model, build
-from ridgeline.train.config import AUTO, ENGINES, TrainConfig
+from ridgeline.ops._triton.support import triton_missing
+from ridgeline.ops.norm.api import MAX_WIDTH
+from ridgeline.optim import OptimizerConfig
+from ridgeline.train.config import AUTO, ENGINES, Engine, TrainConfig
 from ridgeline.train.step import Step, TorchStep
 
 CARDS = ("gpu", "nvidia", "gpus")  # what people call a CUDA card
@@ -51,16 +58,38 @@ def find_precision(name: str, device: torch.device) -> str:
 
 
 def find_engine(name: str, device: torch.device) -> str:
-    """The engine called `name`; "auto" is the one that trains fastest on the device without more ado.
+    """The engine called `name`; "auto" is the one that trains fastest on the device.
 
     Raises:
         UnsupportedError: it captures CUDA graphs, and the device is none.
     """
     if name == AUTO:
-        return "eager" if device.type == "cpu" else "compile+graph"
+        return "eager" if device.type == "cpu" else "best"
     if device.type == "cpu" and name not in ("eager", "compile"):
         raise UnsupportedError(f"engine {name} captures CUDA graphs and needs a GPU; use eager or compile")
     return name
+
+
+def fused_missing(config: TrainConfig) -> str | None:
+    """Why the fused blocks cannot train the model of a config whose device and precision are decided, or None."""
+    decoder = config.model.decoder
+    if config.precision.endswith("-autocast"):
+        return f"{config.precision} casts between PyTorch's operations"
+    if decoder.width > MAX_WIDTH:
+        return f"their norms take rows of at most {MAX_WIDTH} numbers, the width is {decoder.width}"
+    return triton_missing(torch.device(config.device))
+
+
+def settle_best(config: TrainConfig) -> TrainConfig:
+    """A config whose engine can run its model: "best" without the fused blocks is the best of PyTorch's.
+
+    That is torch.compile in a captured step, or without Triton, which torch.compile writes its kernels in, the
+    captured step alone. `fused_missing` says why.
+    """
+    if config.engine != "best" or fused_missing(config) is None:
+        return config
+    compiles = triton_missing(torch.device(config.device)) is None
+    return dataclasses.replace(config, engine="compile+graph" if compiles else "graph")
 
 
 def build_model(config: TrainConfig) -> Model:
@@ -68,30 +97,88 @@ def build_model(config: TrainConfig) -> Model:
     return build(config.model, impl=ENGINES[config.engine].impl, seed=config.seed).to(config.device)
 
 
-def make_step(model: Model, config: TrainConfig) -> Step:
-    """The step of a config whose engine, precision and device are decided.
+def make_step(model: Model, config: TrainConfig, *, world: int = 1) -> Step:
+    """The step of a config whose engine, precision, lanes and device are decided.
+
+    Args:
+        model: on its device.
+        config: the run.
+        world: processes that train together. Several of them always run the step engine, which sums their gradients;
+            an engine of PyTorch's own optimiser is then the same program call by call.
 
     Raises:
         UnsupportedError: the engine cannot run here; says why.
     """
-    engine = ENGINES[config.engine]
-    if engine.capture:
-        return TrainStep(
-            model,
-            optimizer=config.optimizer,
-            steps=config.total_steps,
-            precision=config.precision,
-            accumulate=config.accumulation,
-            capture=True,
-            compile=engine.compile,
-            seed=config.seed,
-        )
-    return TorchStep(
+    engine, precision = ENGINES[config.engine], config.precision
+    if world > 1 and not engine.own:
+        if engine.compile not in (None, "default"):
+            raise UnsupportedError(
+                f"engine {config.engine} captures graphs of its own, into which no all-reduce fits; with {world} "
+                "processes use best, compile+graph, graph, compile or eager"
+            )
+        precision = f"{precision}-autocast" if precision in ("bf16", "fp16") else precision
+    return engine_step(
+        engine,
         model,
         config.optimizer,
         steps=config.total_steps,
-        compile=engine.compile,
-        precision=config.precision,
+        precision=precision,
         accumulate=config.accumulation,
+        lanes=config.lanes or None,
         seed=config.seed,
+        own=engine.own or world > 1,
+    )
+
+
+def engine_step(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: OptimizerConfig,
+    *,
+    steps: int | None,
+    precision: str,
+    accumulate: int = 1,
+    lanes: int | None = None,
+    seed: int = 0,
+    own: bool | None = None,
+    capture: bool | None = None,
+) -> TrainStep | TorchStep:
+    """A step on `model` as `engine` runs it.
+
+    Args:
+        engine: an entry of ENGINES.
+        model: built with `engine.impl`, on its device.
+        optimizer: AdamW, clipping and schedule.
+        steps: length of the schedule; None for none.
+        precision: a name of engine.PRECISIONS that is decided.
+        accumulate: parts of a batch.
+        lanes: pieces of a part that run beside each other, in the step engine alone; None for `engine.lanes`.
+        seed: of the run.
+        own: whether the step engine takes the step; None for `engine.own`.
+        capture: whether the step engine captures it; None for `engine.capture`.
+
+    Raises:
+        UnsupportedError: it cannot run here; says why.
+    """
+    if engine.own if own is None else own:
+        return TrainStep(
+            model,
+            optimizer=optimizer,
+            steps=steps,
+            precision=precision,
+            accumulate=accumulate,
+            lanes=engine.lanes if lanes is None else lanes,
+            prefetch=engine.prefetch,
+            capture=engine.capture if capture is None else capture,
+            compile=engine.compile,
+            seed=seed,
+        )
+    return TorchStep(
+        cast(Model, model),
+        optimizer,
+        steps=steps,
+        compile=engine.compile,
+        precision=precision,
+        accumulate=accumulate,
+        seed=seed,
     )

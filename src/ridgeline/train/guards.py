@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import OutOfMemoryError, RidgelineError
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # how PyTorch's RuntimeErrors put it
 
@@ -31,10 +33,6 @@ class DivergedError(RidgelineError):
             "kept: resume from it or lower optimizer.lr"
         )
         self.step = step
-
-
-class OutOfMemoryError(RidgelineError):
-    """What was asked for does not fit the memory of the device or of the machine."""
 
 
 @contextmanager
@@ -70,6 +68,55 @@ def writing(folder: Path) -> Iterator[None]:
             f"cannot write to the run's folder {folder} ({error.strerror or error}); free space or choose another "
             "folder: the last checkpoint, where there is one, is kept"
         ) from error
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Python's garbage collector kept out of the `with` block; what exists by then is never looked at again.
+
+    A collection in the middle of a step would keep the device waiting. The loop collects where it waits anyway.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def last_words(text: str) -> Iterator[None]:
+    """Inside the `with` block this process says `text` before torchrun's SIGTERM ends it, in whatever call it waits.
+
+    torchrun ends all processes of a run as soon as one has failed. The others wait for that one in the middle of a
+    step, in calls during which Python handles no signal; so a thread does, which a byte in a pipe wakes up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    source, sink = os.pipe()
+    os.set_blocking(sink, False)
+    threading.Thread(target=_speak, args=(source, text.encode()), daemon=True).start()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    woken = signal.set_wakeup_fd(sink, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGTERM, before)
+        os.close(sink)  # which ends the thread
+
+
+def _speak(source: int, text: bytes) -> None:
+    while number := os.read(source, 1):
+        if number[0] == signal.SIGTERM:
+            os.write(2, text + b"\n")
+            os._exit(128 + signal.SIGTERM)
+    os.close(source)
 
 
 class Interrupt:

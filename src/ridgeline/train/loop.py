@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,23 @@ from ridgeline import checkpoint
 from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
+from ridgeline.engine import Replicas, TrainStep
+from ridgeline.engine.distributed import together
 from ridgeline.errors import ConfigError
 from ridgeline.optim import learning_rate
 from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import build_model, make_step
-from ridgeline.train.guards import Interrupt, enough_memory
+from ridgeline.train.engines import build_model, find_device, fused_missing, make_step
+from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
+from ridgeline.train.lanes import settle_lanes
 from ridgeline.train.meter import mfu_meter
-from ridgeline.train.metrics import LiveLine, MetricsFile, amount, check_trackers, make_trackers
+from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, amount, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import to_dict
 from ridgeline.train.state import Progress
 from ridgeline.train.validate import validate
 
+MIB = 2**20
 READ_SECONDS = 0.25  # between looks at the device's numbers: each look waits for it
 SMALLER = "lower --batch or raise --accumulation, or take a smaller model"
 READ_STEPS = 512  # at most so many steps between looks; a step keeps the numbers of the last 1,024
@@ -44,8 +49,9 @@ class TrainResult:
         folder: of the run.
         progress: how far it is.
         seconds: training time of this process.
-        tokens: positions learned from by this process.
+        tokens: positions learned from in that time, by all processes together.
         interrupted: whether SIGINT ended it.
+        rank: number of this process; the first one writes and speaks for all.
     """
 
     config: TrainConfig
@@ -54,6 +60,7 @@ class TrainResult:
     seconds: float
     tokens: int
     interrupted: bool
+    rank: int = 0
 
     @property
     def checkpoint(self) -> Path:
@@ -75,7 +82,7 @@ class TrainResult:
 
 
 def train(config: TrainConfig, *, init_from: str | Path | None = None, console: Console | None = None) -> TrainResult:
-    """Train a new run.
+    """Train a new run, in one process or in all that torchrun has started.
 
     Args:
         config: the run.
@@ -85,23 +92,33 @@ def train(config: TrainConfig, *, init_from: str | Path | None = None, console: 
     Raises:
         RidgelineError: something that the config asks for cannot be; no folder is made then.
         DivergedError: the loss is no longer finite; the last good checkpoint is kept.
+        WorkerError: another process of the run is gone; the last checkpoint is kept.
     """
-    data = load_dataset(config.data)
+    with together(str(find_device(config.device))) as replicas, enough_memory(SMALLER):
+        return _train(config, init_from, replicas, _console(console, replicas))
+
+
+def _train(config: TrainConfig, init_from: str | Path | None, replicas: Replicas, console: Console) -> TrainResult:
+    data = replicas.first(lambda: load_dataset(config.data))
     config = resolve(config, data)
     saved = None if init_from is None else checkpoint.load(checkpoint.find(init_from, prefer=state.BEST))
     if saved is not None:
         checkpoint.check_config(state.settings_of(saved).get("model"), to_dict(config.model), "model")
-    with enough_memory(SMALLER):
-        run = _Run(config, data, console or Console(stderr=True))
-        if saved is not None:
-            state.load_weights(saved, run.model)
-        folder = state.open_folder(config)
-        try:
-            return run.go(folder, fresh=True)
-        except BaseException:
-            if run.progress.step == 0:  # nothing was trained, and what there is could not be gone on with
-                state.discard(folder)
-            raise
+    run = _Run(config, data, replicas, console)
+    if saved is not None:
+        state.load_weights(saved, run.model)
+    folder = Path(replicas.told(str(state.open_folder(config)) if replicas.rank == 0 else ""))
+    try:
+        return run.go(folder, fresh=True)
+    except BaseException:
+        if run.progress.step == 0 and replicas.rank == 0:  # nothing was trained, nothing could be gone on with
+            state.discard(folder)
+        raise
+
+
+def _console(console: Console | None, replicas: Replicas) -> Console:
+    """Where this process speaks: only the first one does."""
+    return Console(quiet=True) if replicas.rank else console or Console(stderr=True)
 
 
 def resume(path: str | Path, config: TrainConfig | None = None, *, console: Console | None = None) -> TrainResult:
@@ -117,39 +134,57 @@ def resume(path: str | Path, config: TrainConfig | None = None, *, console: Cons
     Raises:
         CheckpointError: there is no such run, or the config asks for another one.
         ConfigError: the run is complete.
+        WorkerError: another process of the run is gone; the last checkpoint is kept.
     """
     saved = checkpoint.load(checkpoint.find(path, prefer=state.LAST))
     config = config or state.config_to_resume(saved)
-    data = load_dataset(config.data)
+    with together(str(find_device(config.device))) as replicas, enough_memory(SMALLER):
+        return _resume(saved, config, replicas, _console(console, replicas))
+
+
+def _resume(saved: Checkpoint, config: TrainConfig, replicas: Replicas, console: Console) -> TrainResult:
+    data = replicas.first(lambda: load_dataset(config.data))
     config = resolve(config, data)
     state.check_resumable(saved, config)
-    with enough_memory(SMALLER):
-        run = _Run(config, data, console or Console(stderr=True))
-        run.restore(saved)
-        if run.complete:
-            raise ConfigError(f"the run in {saved.path.parent} is complete at step {run.progress.step}; lengthen it")
-        return run.go(saved.path.parent, fresh=False)
+    run = _Run(config, data, replicas, console)
+    run.restore(saved)
+    if run.complete:
+        raise ConfigError(f"the run in {saved.path.parent} is complete at step {run.progress.step}; lengthen it")
+    return run.go(saved.path.parent, fresh=False)
 
 
 class _Run:
-    """A run in this process."""
+    """A run in this process, which may be one of several that train one model on shares of every batch.
 
-    def __init__(self, config: TrainConfig, data: Any, console: Console) -> None:
-        self.config, self.data, self.console = config, data, console
+    All of them take the same steps, validate shares of the held-out windows and stop together. The first one alone
+    writes and speaks, and its clock counts.
+    """
+
+    def __init__(self, config: TrainConfig, data: Any, replicas: Replicas, console: Console) -> None:
+        self.data, self.replicas, self.console = data, replicas, console
         self.device = torch.device(config.device)
         check_trackers(config.track)
-        torch.manual_seed(config.seed)
-        self.model = build_model(config)
-        self.step = make_step(self.model, config)
-        self.batches = Batches(data, config.window, batch=config.batch, seed=config.seed)
-        self.validation = Validation(data, config.window, batch=config.batch // config.accumulation)
+        world, rank = replicas.world, replicas.rank
+        self.batches = Batches(data, config.window, batch=config.batch, seed=config.seed, rank=rank, world=world)
+        share = config.batch // world
+        if share % config.accumulation:
+            raise ConfigError(f"accumulation={config.accumulation} does not divide the {share} windows of a process")
+        self.validation = Validation(data, config.window, batch=share // config.accumulation)
+        self.config, self._lanes = settle_lanes(config, self.batches, world)
+        torch.manual_seed(config.seed + rank)  # masks that do not come from the step's own counter
+        self.model = build_model(self.config)
+        self.step = make_step(self.model, self.config, world=world)
         self.progress = Progress()
+        self.file: MetricsFile | None = None
+        self.trackers: list[Tracker] = []
         self._read, self._read_at = 0, 0.0
         self._read_tokens, self._read_seconds, self._rate = 0, 0.0, 0.0
 
     def restore(self, saved: Checkpoint) -> None:
         """Take up the state of a checkpoint."""
         self.progress = state.restore(saved, self.config, self.model, self.step, self.batches)
+        if self.replicas.rank:  # the checkpoint holds the first process' generators
+            torch.manual_seed((self.config.seed + self.replicas.rank + 1_000_003 * self.progress.step) % 2**63)
         before, now = saved.meta["threads"], torch.get_num_threads()
         if self.device.type == "cpu" and before != now:
             self.console.print(f"saved with {before} threads, going on with {now}: last bits may differ; ", end="")
@@ -173,26 +208,51 @@ class _Run:
         """Train to the end or to SIGINT, in a folder that is the run's own."""
         config = self.config = dataclasses.replace(self.config, out=str(folder))
         self.folder = folder
-        state.write_config(folder, config)
         done, seconds, tokens = self.progress.step, self.progress.seconds, self.progress.tokens
-        self.trackers = make_trackers(config.track, folder, done, to_dict(config))
-        self.file = MetricsFile(folder, done)
+        if self.replicas.rank == 0:
+            state.write_config(folder, config)
+            self.trackers = make_trackers(config.track, folder, done, to_dict(config))
+            self.file = MetricsFile(folder, done)
         self._introduce()
         try:
-            with Interrupt() as interrupt, self._live_line() as self.line:
-                if fresh:
-                    self._save()
-                while not self.complete and not interrupt.asked:
-                    self._advance()
-                interrupted = interrupt.asked and not self.complete
-                self._finish(interrupted=interrupted)
+            with Interrupt() as interrupt, self._bereaved(), without_gc(), self._live_line() as self.line:
+                self._loop(interrupt, fresh=fresh)
         finally:
             with ExitStack() as closing:  # each is closed, also where closing another fails
-                closing.callback(self.file.close)
-                for tracker in self.trackers:
-                    closing.callback(tracker.close)
+                for open_one in (self.file, *self.trackers):
+                    if open_one is not None:
+                        closing.callback(open_one.close)
         spent = self.progress.seconds - seconds
-        return TrainResult(config, folder, self.progress, spent, self.progress.tokens - tokens, interrupted)
+        interrupted = interrupt.asked and not self.complete
+        tokens = self.progress.tokens - tokens
+        return TrainResult(config, folder, self.progress, spent, tokens, interrupted, self.replicas.rank)
+
+    def _loop(self, interrupt: Interrupt, *, fresh: bool) -> None:
+        if fresh:
+            self._save()
+        over = self._over(interrupt)
+        while not over:
+            self._advance()
+            over = self._over(interrupt)
+            if not self.complete:
+                self._fall_due()
+        self._finish(interrupted=not self.complete)
+
+    def _over(self, interrupt: Interrupt) -> bool:
+        """Whether the run is at its end or asked to stop, on which all processes agree."""
+        if self.replicas.world > 1:
+            interrupt.asked, self.progress.seconds = self.replicas.exchange(interrupt.asked, self.progress.seconds)
+        return self.complete or interrupt.asked
+
+    def _bereaved(self) -> AbstractContextManager[None]:
+        """What is said when torchrun ends this process because of another one."""
+        if self.replicas.world == 1:
+            return nullcontext()
+        return last_words(
+            f"ridgeline: process {self.replicas.rank} was ended from outside, as torchrun does when another process of "
+            f"the run is gone; the last checkpoint {self.folder / state.LAST} is whole, go on with it by "
+            f"--resume {self.folder}"
+        )
 
     def _introduce(self) -> None:
         config, name = self.config, str(self.device)
@@ -200,17 +260,33 @@ class _Run:
             name = torch.cuda.get_device_name(self.device)
         elif (threads := torch.get_num_threads()) > 1:
             name = f"{name} ({threads} threads)"
+        if self.replicas.world > 1:
+            name = f"{self.replicas.world} × {name}"
         size = amount(sum(parameter.numel() for parameter in self.model.parameters()))
+        how = config.engine
+        if how == "best":
+            how = f"best (fused blocks, {self._lanes})"
+        elif self.device.type == "cuda" and (missing := fused_missing(config)):
+            how = f"{how} (not the fused blocks: {missing})"
         self.console.print(
-            f"{config.preset}: {size} parameters on {name}, {config.precision}, {config.engine}, in {self.folder}",
+            f"{config.preset}: {size} parameters on {name}, {config.precision}, {how}, in {self.folder}",
             highlight=False,
         )
 
+    def _tell_first(self, seconds: float) -> None:
+        """After the first step: how long it took, compilation and capture included, and where the memory is."""
+        if not isinstance(self.step, TrainStep) or self.device.type != "cuda":
+            return
+        sizes = sorted(self.step.memory().items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{name} {size / MIB:.0f}" for name, size in sizes if size >= MIB)
+        total = sum(size for _, size in sizes) / MIB
+        self.console.print(f"first step {seconds:.1f} s; {total:.0f} MiB on the card: {parts}", highlight=False)
+
     def _live_line(self) -> LiveLine:
-        return LiveLine(self.console, self.config.preset, mfu_meter(self.config))
+        return LiveLine(self.console, self.config.preset, mfu_meter(self.config, cards=self.replicas.world))
 
     def _advance(self) -> None:
-        """One step, and what falls due after it."""
+        """One step."""
         config, progress = self.config, self.progress
         started = time.perf_counter()
         if config.minutes is not None:
@@ -218,17 +294,26 @@ class _Run:
         self.step(self.batches.next())
         progress.step += 1
         progress.tokens += config.step_tokens
-        evaluates, saves = (progress.step % n == 0 for n in (config.eval_interval, config.checkpoint_interval))
         looks = started - self._read_at >= READ_SECONDS or progress.step - self._read >= READ_STEPS
-        if looks or evaluates or saves:
+        if looks or any(self._due()):
+            first = self._read_at == 0.0
             self._look(started)
+            if first:
+                self._tell_first(time.perf_counter() - started)
         else:
             progress.seconds += time.perf_counter() - started
-        if self.complete:
-            return
+
+    def _due(self) -> tuple[bool, bool]:
+        """Whether a validation and a checkpoint fall due after the last step."""
+        config = self.config
+        evaluates, saves = (self.progress.step % n == 0 for n in (config.eval_interval, config.checkpoint_interval))
+        return evaluates, evaluates or saves
+
+    def _fall_due(self) -> None:
+        evaluates, saves = self._due()
         if evaluates:
             self._validate()
-        if evaluates or saves:
+        if saves:
             self._save()
 
     def _look(self, started: float) -> None:
@@ -242,7 +327,7 @@ class _Run:
             values = {"loss": entry.loss, "grad_norm": entry.norm, "lr": entry.lr}
             self._record(done, values, tokens=done * self.config.step_tokens)
             progress.train_loss = entry.loss
-        self.file.flush()
+        self._flush()
         self._read, self._read_at = progress.step, now
         self.step.check()
         self._show()
@@ -259,26 +344,35 @@ class _Run:
 
     def _validate(self) -> None:
         progress = self.progress
-        loss = validate(self.step, self.validation, self.device, self.config.eval_windows)
+        loss = validate(self.step, self.validation, self.device, self.config.eval_windows, self.replicas)
         progress.val_loss = self.line.val_loss = loss
         self._record(progress.step, {"val_loss": loss}, tokens=progress.tokens)
-        self.file.flush()
+        self._flush()
         self._show()
 
     def _record(self, step: int, values: dict[str, float], *, tokens: int) -> None:
+        if self.file is None:
+            return
         known = {name: value if math.isfinite(value) else None for name, value in values.items()}  # JSON has no NaN
         self.file.write({"step": step, **known, "tokens": tokens, "seconds": round(self.progress.seconds, 3)})
         for tracker in self.trackers:
             tracker.log(step, values)
 
+    def _flush(self) -> None:
+        if self.file is not None:
+            self.file.flush()
+
     def _save(self) -> None:
         """Write `last`, and copy it to `best` if its validation is the lowest so far."""
         progress = self.progress
+        gc.collect()
         better = progress.val_loss is not None and (
             progress.best_loss is None or progress.val_loss < progress.best_loss
         )
         if better:
             progress.best_loss = progress.val_loss
+        if self.replicas.rank:
+            return
         for name in (state.LAST, state.BEST) if better else (state.LAST,):
             state.save(self.folder / name, self.config, progress, self.model, self.step, self.batches, self.data)
 

@@ -12,7 +12,7 @@ from ridgeline.models.accounting import step_cost
 from ridgeline.train.config import TrainConfig
 
 
-def mfu_meter(config: TrainConfig, spec: DeviceSpec | None = None) -> Callable[[float], float] | None:
+def mfu_meter(config: TrainConfig, spec: DeviceSpec | None = None, cards: int = 1) -> Callable[[float], float] | None:
     """A function from tokens/s to model FLOPs utilisation, 0 to 1; None where the card's peak is not known.
 
     It counts the FLOPs that the model needs: causal attention at its half, nothing twice.
@@ -20,6 +20,7 @@ def mfu_meter(config: TrainConfig, spec: DeviceSpec | None = None) -> Callable[[
     Args:
         config: with device and precision decided.
         spec: the card; None for the one that the config's device is.
+        cards: how many of them train together.
 
     The function raises ConfigError above 100 %, and names the input that is wrong.
     """
@@ -31,5 +32,5 @@ def mfu_meter(config: TrainConfig, spec: DeviceSpec | None = None) -> Callable[[
         return None
     card, precision = spec, number
     cost = step_cost(config.model, batch=config.batch, context=config.window.context, precision=precision)
-    flops_per_token = cost.flops / config.step_tokens
+    flops_per_token = cost.flops / config.step_tokens / cards
     return lambda rate: mfu(flops=flops_per_token * rate, seconds=1.0, spec=card, precision=precision)

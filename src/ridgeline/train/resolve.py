@@ -9,7 +9,7 @@ from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData, Vocabulary
 from ridgeline.models import Category, Head, LanguageConfig, ModelConfig, PolicyConfig
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import find_device, find_engine, find_precision
+from ridgeline.train.engines import find_device, find_engine, find_precision, settle_best
 
 EMBEDDING_WIDTH = 16  # of a category that the preset does not know
 
@@ -22,7 +22,7 @@ def resolve(config: TrainConfig, data: TextData | GameData) -> TrainConfig:
     """
     device = find_device(config.device)
     path = Path(config.data)
-    return dataclasses.replace(
+    resolved = dataclasses.replace(
         config,
         device=str(device),
         precision=find_precision(config.precision, device),
@@ -30,6 +30,7 @@ def resolve(config: TrainConfig, data: TextData | GameData) -> TrainConfig:
         data=str(path.resolve()) if path.exists() else config.data,
         model=fit_model(config.model, data),
     )
+    return settle_best(resolved)
 
 
 def fit_model(model: ModelConfig, data: TextData | GameData) -> ModelConfig:

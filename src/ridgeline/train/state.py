@@ -30,7 +30,18 @@ from ridgeline.train.step import Step
 
 LAST, BEST = "last", "best"
 CONFIG = "config.toml"
-FREE = {*STOPS, "data", "eval_interval", "eval_windows", "checkpoint_interval", "track", "engine", "device", "out"}
+FREE = {
+    *STOPS,
+    "data",
+    "eval_interval",
+    "eval_windows",
+    "checkpoint_interval",
+    "track",
+    "engine",
+    "lanes",
+    "device",
+    "out",
+}
 
 
 @dataclass

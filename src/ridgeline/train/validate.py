@@ -5,11 +5,18 @@ from __future__ import annotations
 import torch
 
 from ridgeline.data.loader import Validation
+from ridgeline.engine import Replicas
 from ridgeline.models.language import IGNORE
 from ridgeline.train.step import Step
 
 
-def validate(step: Step, validation: Validation, device: torch.device, windows: int = 0) -> float:
+def validate(
+    step: Step,
+    validation: Validation,
+    device: torch.device,
+    windows: int = 0,
+    replicas: Replicas | None = None,
+) -> float:
     """Mean loss in nats over the held-out positions that count, without dropout.
 
     Args:
@@ -17,10 +24,12 @@ def validate(step: Step, validation: Validation, device: torch.device, windows: 
         validation: the held-out windows.
         device: where the model is.
         windows: look at about so many windows, in batches spread evenly over the held-out part; 0 for all.
+        replicas: the processes that share the batches, all of which get the result; None for this one alone.
     """
+    replicas = replicas or Replicas()
     total = len(validation)
     wanted = min(total, -(-windows // validation.batch)) if windows else total
-    chosen = {index * total // wanted for index in range(wanted)}
+    chosen = {index * total // wanted for index in range(wanted) if index % replicas.world == replicas.rank}
     losses, counts = [], []
     with step.weights() as model, torch.inference_mode():
         training = model.training
@@ -32,4 +41,6 @@ def validate(step: Step, validation: Validation, device: torch.device, windows: 
                 losses.append(model.loss(moved).double())  # type: ignore[operator]
         model.train(training)
     weights = torch.tensor(counts, dtype=torch.float64)
-    return float((torch.stack(losses).cpu() * weights).sum() / weights.sum())
+    summed = (torch.stack(losses).cpu() * weights).sum() if losses else weights.sum()
+    loss, weight = replicas.sum(torch.stack([summed, weights.sum()]))
+    return float(loss / weight)
