@@ -46,6 +46,23 @@ def test_triton(shape: tuple[int, ...], p: float, dtype: torch.dtype, impl: str)
     compare(op, inputs, impl)
 
 
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("queries", "keys"), [(32, 16), (16, 32)])
+def test_tiles_need_not_be_square(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from ridgeline.ops._triton.support import Launch
+    from ridgeline.ops.attention import long
+
+    tile = Launch(rows=queries, columns=keys, warps=4, stages=2)
+    monkeypatch.setattr(long, "default_launches", lambda *_: long.Launches(tile, tile, tile, tile))
+    # four query heads for one of keys: more programs than heads of keys, so that their gradients are parts to be added
+    compare(
+        lambda q, k, v, impl: attention(q, k, v, scale=0.2, impl=impl),
+        {name: x for name, x in draw(77, 4, 1, 32, 0, B=1).items() if x is not None},
+        "triton",
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
@@ -120,11 +137,13 @@ def test_the_reference_is_always_available() -> None:
         ({"table": torch.zeros(9, 8)}, "table must be"),
         ({"v": torch.zeros(2, 9, 2, 16, dtype=torch.float64)}, "v must be torch.float32"),
         ({"p": 1.0}, "p must be in"),
+        ({"scale": 0.0}, "scale must be positive"),
         ({"impl": "cud"}, "did you mean cuda"),
     ],
 )
 def test_bad_input_is_named(change: dict[str, object], words: str) -> None:
     arguments: dict[str, object] = {name: torch.zeros(2, 9, 2, 16) for name in "qkv"} | {"table": None} | change
-    options = {"p": arguments.pop("p", 0.0), "impl": arguments.pop("impl", "reference")}
+    options = {"scale": 1.0, "p": 0.0, "impl": "reference"}
+    options |= {name: arguments.pop(name) for name in set(options) & set(arguments)}
     with pytest.raises(UnsupportedError, match=words):
-        attention(*arguments.values(), scale=1.0, **options)
+        attention(*arguments.values(), **options)

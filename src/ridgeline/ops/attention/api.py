@@ -47,7 +47,7 @@ def _triton_unsupported(*tensors: Tensor | None) -> str | None:
     return reason
 
 
-def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, p: float) -> None:
+def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, scale: float, p: float) -> None:
     if q_BTHD.dim() != 4 or k_BTGD.dim() != 4 or k_BTGD.shape != v_BTGD.shape:
         raise UnsupportedError(
             "q must be (B, T, H, D), k and v (B, T, G, D); got shapes "
@@ -61,6 +61,8 @@ def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | No
         )
     if table_RD is not None and (table_RD.dim() != 2 or table_RD.shape[0] < T or table_RD.shape[1] != D):
         raise UnsupportedError(f"table must be (R, {D}) with R at least T = {T}, got {tuple(table_RD.shape)}")
+    if not scale > 0:  # kernels take a row's largest score before they scale it
+        raise UnsupportedError(f"scale must be positive, got {scale}")
     if not 0 <= p < 1:
         raise UnsupportedError(f"p must be in [0, 1), got {p}")
     for name, x in (("k", k_BTGD), ("v", v_BTGD), ("table", table_RD)):
@@ -102,7 +104,7 @@ def attention(
         q_BTHD: queries.
         k_BTGD, v_BTGD: keys and values; H / G consecutive query heads share one of theirs.
         table_RD: position table of the relative term, R ≥ T; its last row belongs to distance 0. None for none.
-        scale: of the scores.
+        scale: of the scores, positive.
         p: probability of dropping an attention weight, in [0, 1), kept to 15 bits.
         dropout: what the step draws its masks from; None drops nothing.
         site: the place of this dropout in the model.
@@ -114,7 +116,7 @@ def attention(
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
-    _check(q_BTHD, k_BTGD, v_BTGD, table_RD, p)
+    _check(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, p)
     reason = available(impl, q_BTHD, k_BTGD, v_BTGD, table_RD)
     if reason is not None:
         raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")

@@ -2,24 +2,70 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 from torch import Tensor
 
-from ridgeline.ops._triton.support import Launch
+from ridgeline.ops._triton.support import Launch, processors
 from ridgeline.ops.attention import triton as kernels
 from ridgeline.ops.attention.short import Dropping
 
 TABLE_SHARES = 32  # programs that share the heads of one window of the table gradient
+PART_ROWS = 64  # positions of a program that sums parts of dK and dV
 
 
-def default_launch(D: int, relative: bool) -> Launch:
-    """Tiles that keep a program in registers: small ones where the skew's gather needs two more of them."""
-    return Launch(rows=32, warps=4, stages=2) if relative else Launch(rows=64, warps=8 if D > 64 else 4, stages=2)
+@dataclass(frozen=True)
+class Launches:
+    """How the kernels are launched; `rows` are queries and `columns` keys of a tile.
+
+    Attributes:
+        forward: a program for each block of queries.
+        queries: dQ, a program for each block of queries.
+        keys: dK and dV, a program for each block of keys.
+        table: the table gradient, square.
+    """
+
+    forward: Launch
+    queries: Launch
+    keys: Launch
+    table: Launch
+
+
+def _square(rows: int, warps: int, stages: int = 2) -> Launch:
+    return Launch(rows=rows, columns=rows, warps=warps, stages=stages)
+
+
+def default_launches(D: int, relative: bool, dtype: torch.dtype) -> Launches:
+    """Tiles that keep a program in registers: small ones for the skew's gather, which needs two more of them, and for
+    fp32, whose products run in ordinary registers."""
+    if dtype == torch.float32:
+        one = _square(16, 4, 1) if relative or D > 64 else _square(32, 4 if D <= 32 else 8, 1)
+    else:
+        one = _square(32, 4) if relative else _square(64, 8 if D > 64 else 4)
+    keys = Launch(rows=32, columns=64, warps=8, stages=2) if D > 64 and not relative and one.rows == 64 else one
+    return Launches(one, one, keys, Launch(rows=one.rows, columns=one.rows, warps=4, stages=1))
+
+
+def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
+    """Into how many parts the query heads of a key head are split for dK and dV: as few as fill the card twice."""
+    B, T, H, _ = q_BTHD.shape
+    share, programs = H // k_BTGD.shape[2], B * k_BTGD.shape[2] * triton.cdiv(T, launch.columns)
+    for parts in range(1, share):
+        if share % parts == 0 and parts * programs >= 2 * processors(q_BTHD.device):
+            return parts
+    return share
 
 
 def _strides(*tensors_BTHD: Tensor) -> list[int]:
     return [stride for x in tensors_BTHD for stride in x.stride()[:3]]
+
+
+def _tile(launch: Launch) -> dict[str, int]:
+    return {
+        "QUERIES": launch.rows, "KEYS": launch.columns, "num_warps": launch.warps, "num_stages": launch.stages,
+    }  # fmt: skip
 
 
 def forward(
@@ -33,7 +79,7 @@ def forward(
     scale: float,
     drop: Dropping,
     sweeps: int = 1,
-    launch: Launch | None = None,
+    launches: Launches | None = None,
 ) -> None:
     """Attention's output and the natural log-sum-exp of each row's scaled scores.
 
@@ -45,15 +91,14 @@ def forward(
         scale: of the scores.
         drop: from `short.dropping`.
         sweeps: 1, or 2 to find each row's maximum and sum before the values are read.
-        launch: rows of a (square) tile, warps and stages; `default_launch` where none is given.
+        launches: `default_launches` where none are given.
     """
     B, T, H, D = q_BTHD.shape
-    launch = launch or default_launch(D, table_RD is not None)
+    launch = (launches or default_launches(D, table_RD is not None, q_BTHD.dtype)).forward
     kernels.forward_kernel[(triton.cdiv(T, launch.rows), B * H)](
         q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT, drop.seed_step, drop.site, drop.first_sample, scale,
         drop.kept, T, 0 if table_RD is None else table_RD.shape[0], H, *_strides(q_BTHD, k_BTGD, v_BTGD, out_BTHD),
-        SHARE=H // k_BTGD.shape[2], D=D, THRESHOLD=drop.threshold, SWEEPS=sweeps, TILE=launch.rows,
-        num_warps=launch.warps, num_stages=launch.stages,
+        SHARE=H // k_BTGD.shape[2], D=D, THRESHOLD=drop.threshold, SWEEPS=sweeps, **_tile(launch),
     )  # fmt: skip
 
 
@@ -72,7 +117,7 @@ def backward(
     *,
     scale: float,
     drop: Dropping,
-    launch: Launch | None = None,
+    launches: Launches | None = None,
 ) -> None:
     """All gradients of `forward`, in a fixed order of summation.
 
@@ -81,33 +126,39 @@ def backward(
         q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT: as in `forward`.
         dq_BTHD, dk_BTGD, dv_BTGD: gradients, any strides with 1 as the last one.
         d_table_RD: fp32; rows before the last T become zero.
-        scale, drop, launch: as in `forward`.
+        scale, drop, launches: as in `forward`.
     """
     B, T, H, D = q_BTHD.shape
     G, R = k_BTGD.shape[2], 0 if table_RD is None else table_RD.shape[0]
-    launch = launch or default_launch(D, table_RD is not None)
-    blocks = triton.cdiv(T, launch.rows)
+    launches = launches or default_launches(D, table_RD is not None, q_BTHD.dtype)
     delta_BHT = torch.empty_like(lse_BHT)
     inputs = (q_BTHD, k_BTGD, v_BTGD)
     randomness = (drop.seed_step, drop.site, drop.first_sample, scale, drop.kept)
-    options = {
-        "SHARE": H // G, "D": D, "THRESHOLD": drop.threshold, "TILE": launch.rows, "num_warps": launch.warps,
-        "num_stages": launch.stages,
-    }  # fmt: skip
-    kernels.query_gradient_kernel[(blocks, B * H)](
+    options = {"SHARE": H // G, "D": D, "THRESHOLD": drop.threshold}
+    kernels.query_gradient_kernel[(triton.cdiv(T, launches.queries.rows), B * H)](
         *inputs, table_RD, out_BTHD, d_out_BTHD, lse_BHT, delta_BHT, dq_BTHD, *randomness, T, R, H,
-        *_strides(*inputs, out_BTHD, d_out_BTHD, dq_BTHD), **options,
+        *_strides(*inputs, out_BTHD, d_out_BTHD, dq_BTHD), **options, **_tile(launches.queries),
     )  # fmt: skip
-    kernels.key_gradient_kernel[(blocks, B * G)](
-        *inputs, table_RD, d_out_BTHD, lse_BHT, delta_BHT, dk_BTGD, dv_BTGD, *randomness, T, R, H,
-        *_strides(*inputs, d_out_BTHD, dk_BTGD, dv_BTGD), **options,
+    parts = key_parts(q_BTHD, k_BTGD, launches.keys)
+    parts_SBTGD = None if parts == 1 else torch.empty(parts, 2, *k_BTGD.shape, device=q_BTHD.device)
+    dk, dv = (dk_BTGD, dv_BTGD) if parts_SBTGD is None else (parts_SBTGD[0, 0], parts_SBTGD[0, 1])
+    part = 2 * k_BTGD.numel()
+    kernels.key_gradient_kernel[(triton.cdiv(T, launches.keys.columns), B * G, parts)](
+        *inputs, table_RD, d_out_BTHD, lse_BHT, delta_BHT, dk, dv, *randomness, T, R, H,
+        *_strides(*inputs, d_out_BTHD), part, *_strides(dk, dv), **options, PARTS=parts, **_tile(launches.keys),
     )  # fmt: skip
+    if parts_SBTGD is not None:
+        kernels.key_parts_kernel[(triton.cdiv(T, PART_ROWS), B * G, 2)](
+            parts_SBTGD, dk_BTGD, dv_BTGD, part, T, G, *_strides(dk_BTGD, dv_BTGD), PARTS=parts, D=D, ROWS=PART_ROWS,
+        )  # fmt: skip
     if d_table_RD is not None:
-        shares = min(TABLE_SHARES, B * H)
-        parts = torch.empty(shares, blocks * launch.rows, D, device=q_BTHD.device)
+        shares, tile = min(TABLE_SHARES, B * H), launches.table.rows
+        blocks = triton.cdiv(T, tile)
+        sums = torch.empty(shares, blocks * tile, D, device=q_BTHD.device)
         kernels.table_gradient_kernel[(blocks, shares)](
-            *inputs, table_RD, d_out_BTHD, lse_BHT, delta_BHT, parts, *randomness, T, R, H, B * H,
-            *_strides(*inputs, d_out_BTHD), **options | {"num_stages": 1},
+            *inputs, table_RD, d_out_BTHD, lse_BHT, delta_BHT, sums, *randomness, T, R, H, B * H,
+            *_strides(*inputs, d_out_BTHD), **options, TILE=tile, num_warps=launches.table.warps,
+            num_stages=launches.table.stages,
         )  # fmt: skip
         d_table_RD.zero_()
-        d_table_RD[-T:] = parts.sum(0)[:T].flip(0)
+        d_table_RD[-T:] = sums.sum(0)[:T].flip(0)

@@ -1,11 +1,14 @@
-"""Attention in Triton for any window and any card from sm_80 on: square tiles, deterministic, nothing of size (T, T).
+"""Attention in Triton for any window and any card from sm_80 on: deterministic, nothing of size (T, T).
 
-The skew is a gather along an axis of a product with 2 · TILE rows of the table. No product of a kernel is ever
-transposed: where keys must be rows, the scores are computed with keys as rows.
+A tile of scores is QUERIES × KEYS. Tiles on the diagonal are masked, those before it are not: each kernel has a loop
+for either. With a relative term tiles are square: the skew is a gather along an axis of a product with 2 · TILE rows of
+the table. No product of a kernel is ever transposed: where keys must be rows, the scores are computed with keys as
+rows.
 
     forward    one sweep over the keys with a running maximum, or two: maximum and sum first, values after
     dQ         also leaves delta = rowsum(dO ∘ O)
-    dK, dV     a program for each key block and key head, over all its query heads
+    dK, dV     a program for each key block, key head and part of the query heads that share it
+    parts      their sum, where the query heads of a key head are more than one part
     table      a program for each window of TILE distances and a share of the heads
 """
 
@@ -54,6 +57,15 @@ def _rows(pointer, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _tile(pointer, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
+    """ROWS rows of D from row `first` on, all of them inside unless EDGE; then those from `limit` on are zero."""
+    r = tl.arange(0, ROWS)
+    at = pointer + tl.cast(first, tl.int64) * stride + r[:, None] * stride + tl.arange(0, D)[None, :]
+    inside = (first + r < limit)[:, None] if EDGE else None
+    return tl.load(at, mask=inside, other=0.0 if EDGE else None)
+
+
+@triton.jit
 def _store_rows(pointer, value, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr):
     row = first + tl.arange(0, ROWS)
     place = row.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
@@ -82,54 +94,123 @@ def _scores_by_key(q, k, table_ptr, i_0, j_0, R, D: tl.constexpr, TILE: tl.const
     return s
 
 
+@triton.jit
+def _sum_weights(
+    maximum, total, q, k_ptr, table_ptr, i_0, first, last, to_log2, T, R, k_t,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Running maximum (scaled, to base 2) and sum of the weights of the keys from `first` to `last`."""
+    i = i_0 + tl.arange(0, QUERIES)
+    for j_0 in range(first, last, KEYS):
+        k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
+        s = _scores(q, k, table_ptr, i_0, j_0, R, D, KEYS)
+        if DIAGONAL:
+            s = tl.where((j_0 + tl.arange(0, KEYS))[None, :] <= i[:, None], s, -1e30)
+        highest = tl.maximum(maximum, tl.max(s, 1) * to_log2)
+        total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(s * to_log2 - highest[:, None]), 1)
+        maximum = highest
+    return maximum, total
+
+
+@triton.jit
+def _attend(
+    out, maximum, total, q, k_ptr, v_ptr, table_ptr, i_0, first, last, to_log2, key_0, key_1, T, R, k_t, v_t,
+    D: tl.constexpr, THRESHOLD: tl.constexpr, SWEEPS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """The values of the keys from `first` to `last`, weighted and added; with one sweep also maximum and sum."""
+    i = i_0 + tl.arange(0, QUERIES)
+    for j_0 in range(first, last, KEYS):
+        j = j_0 + tl.arange(0, KEYS)
+        k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
+        v = _tile(v_ptr, j_0, v_t, T, KEYS, D, DIAGONAL)
+        s = _scores(q, k, table_ptr, i_0, j_0, R, D, KEYS)
+        if DIAGONAL:
+            s = tl.where(j[None, :] <= i[:, None], s, -1e30)
+        if SWEEPS == 1:
+            highest = tl.maximum(maximum, tl.max(s, 1) * to_log2)
+            factor = tl.exp2(maximum - highest)
+            maximum = highest
+            out *= factor[:, None]
+            p = tl.exp2(s * to_log2 - maximum[:, None])
+            total = total * factor + tl.sum(p, 1)
+        else:
+            p = tl.exp2(s * to_log2 - maximum[:, None])
+        if THRESHOLD > 0:
+            p = tl.where(_keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD), p, 0.0)
+        out += _dot(p.to(v.dtype), v)
+    return out, maximum, total
+
+
 @triton.jit(do_not_specialize=["site", "sample_offset"])
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, lse_ptr, seed_step_ptr, site, sample_offset, scale, kept, T, R, H,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
-    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, SWEEPS: tl.constexpr, TILE: tl.constexpr,
+    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, SWEEPS: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Output and natural log-sum-exp of one block of queries of one head."""
-    i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE  # the longest first
+    i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES  # the longest first
     unit = tl.program_id(1)
     b, h = (unit // H).to(tl.int64), unit % H
     k_ptr += b * k_b + (h // SHARE) * k_h
     v_ptr += b * v_b + (h // SHARE) * v_h
-    i = i_0 + tl.arange(0, TILE)
-    q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
+    q = _tile(q_ptr + b * q_b + h * q_h, i_0, q_t, T, QUERIES, D, True)
     to_log2 = scale * _LOG2_E
-    maximum = tl.full((TILE,), -1e30, tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
+    maximum = tl.full((QUERIES,), -1e30, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    full, end = i_0 // KEYS * KEYS, i_0 + QUERIES  # all keys before `full` are before every query
     if SWEEPS == 2:
-        for j_0 in range(0, i_0 + TILE, TILE):
-            k = _rows(k_ptr, j_0, k_t, T, TILE, D)
-            s = _scores(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
-            s = tl.where((j_0 + tl.arange(0, TILE))[None, :] <= i[:, None], s, -1e30)
-            highest = tl.maximum(maximum, tl.max(s, 1))
-            total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(s - highest[:, None]), 1)
-            maximum = highest
+        maximum, total = _sum_weights(
+            maximum, total, q, k_ptr, table_ptr, i_0, 0, full, to_log2, T, R, k_t, D, QUERIES, KEYS, False
+        )
+        maximum, total = _sum_weights(
+            maximum, total, q, k_ptr, table_ptr, i_0, full, end, to_log2, T, R, k_t, D, QUERIES, KEYS, True
+        )
+    key_0, key_1 = 0, 0
     if THRESHOLD > 0:
         key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
-    out = tl.zeros((TILE, D), tl.float32)
-    for j_0 in range(0, i_0 + TILE, TILE):
-        j = j_0 + tl.arange(0, TILE)
-        k = _rows(k_ptr, j_0, k_t, T, TILE, D)
-        v = _rows(v_ptr, j_0, v_t, T, TILE, D)
-        s = _scores(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
-        s = tl.where(j[None, :] <= i[:, None], s, -1e30)
-        if SWEEPS == 1:
-            highest = tl.maximum(maximum, tl.max(s, 1))
-            factor = tl.exp2(maximum - highest)
-            maximum = highest
-            out *= factor[:, None]
-            p = tl.exp2(s - maximum[:, None])
-            total = total * factor + tl.sum(p, 1)
-        else:
-            p = tl.exp2(s - maximum[:, None])
-        if THRESHOLD > 0:
-            p = tl.where(_keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD), p, 0.0)
-        out += _dot(p.to(v.dtype), v)
-    _store_rows(out_ptr + b * o_b + h * o_h, out * (kept / total)[:, None], i_0, o_t, T, TILE, D)
+    out = tl.zeros((QUERIES, D), tl.float32)
+    out, maximum, total = _attend(
+        out, maximum, total, q, k_ptr, v_ptr, table_ptr, i_0, 0, full, to_log2, key_0, key_1, T, R, k_t, v_t,
+        D, THRESHOLD, SWEEPS, QUERIES, KEYS, False,
+    )  # fmt: skip
+    out, maximum, total = _attend(
+        out, maximum, total, q, k_ptr, v_ptr, table_ptr, i_0, full, end, to_log2, key_0, key_1, T, R, k_t, v_t,
+        D, THRESHOLD, SWEEPS, QUERIES, KEYS, True,
+    )  # fmt: skip
+    _store_rows(out_ptr + b * o_b + h * o_h, out * (kept / total)[:, None], i_0, o_t, T, QUERIES, D)
+    i = i_0 + tl.arange(0, QUERIES)
     tl.store(lse_ptr + unit.to(tl.int64) * T + i, (maximum + tl.log2(total)) / _LOG2_E, mask=i < T)
+
+
+@triton.jit
+def _add_to_queries(
+    dq, q, d_out, lse, delta, k_ptr, v_ptr, table_ptr, i_0, first, last, to_log2, kept, key_0, key_1, T, R, k_t, v_t,
+    D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """dQ of the keys from `first` to `last`, added."""
+    r = tl.arange(0, QUERIES)
+    for j_0 in range(first, last, KEYS):
+        j = j_0 + tl.arange(0, KEYS)
+        k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
+        v = _tile(v_ptr, j_0, v_t, T, KEYS, D, DIAGONAL)
+        p = tl.exp2(_scores(q, k, table_ptr, i_0, j_0, R, D, KEYS) * to_log2 - lse[:, None])
+        if DIAGONAL:
+            p = tl.where(j[None, :] <= (i_0 + r)[:, None], p, 0.0)
+        dp = _dot(d_out, tl.trans(v))
+        if THRESHOLD > 0:
+            keep = _keep(key_0, key_1, (i_0 + r)[:, None], j[None, :], (T + 15) // 16, THRESHOLD)
+            dp = tl.where(keep, dp * kept, 0.0)
+        ds = p * (dp - delta[:, None])
+        dq += _dot(ds.to(k.dtype), k)
+        if table_ptr is not None:
+            column = tl.arange(0, 2 * KEYS)[None, :] + r[:, None] - (KEYS - 1)
+            inside = (column >= 0) & (column < KEYS)
+            g = tl.where(inside, tl.gather(ds, tl.where(inside, column, 0), 1), 0.0)
+            e = _rows(table_ptr, R - KEYS - (i_0 - j_0), D, R, 2 * KEYS, D)
+            dq += _dot(g.to(e.dtype), e)
+    return dq
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset"])
@@ -137,88 +218,124 @@ def query_gradient_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, d_out_ptr, lse_ptr, delta_ptr, dq_ptr, seed_step_ptr, site, sample_offset,
     scale, kept, T, R, H,
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
-    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, TILE: tl.constexpr,
+    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of queries of one head, and its delta."""
-    i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * TILE
+    i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     unit = tl.program_id(1)
     b, h = (unit // H).to(tl.int64), unit % H
     k_ptr += b * k_b + (h // SHARE) * k_h
     v_ptr += b * v_b + (h // SHARE) * v_h
-    r = tl.arange(0, TILE)
-    i = i_0 + r
-    q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
-    d_out = _rows(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, TILE, D)
-    out = _rows(out_ptr + b * o_b + h * o_h, i_0, o_t, T, TILE, D)
+    i = i_0 + tl.arange(0, QUERIES)
+    q = _tile(q_ptr + b * q_b + h * q_h, i_0, q_t, T, QUERIES, D, True)
+    d_out = _tile(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, QUERIES, D, True)
+    out = _tile(out_ptr + b * o_b + h * o_h, i_0, o_t, T, QUERIES, D, True)
     delta = tl.sum(out.to(tl.float32) * d_out.to(tl.float32), 1)
     row = unit.to(tl.int64) * T + i
     tl.store(delta_ptr + row, delta, mask=i < T)
     lse = tl.load(lse_ptr + row, mask=i < T, other=0.0) * _LOG2_E
     to_log2 = scale * _LOG2_E
+    key_0, key_1 = 0, 0
     if THRESHOLD > 0:
         key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
-    dq = tl.zeros((TILE, D), tl.float32)
-    for j_0 in range(0, i_0 + TILE, TILE):
-        j = j_0 + tl.arange(0, TILE)
-        k = _rows(k_ptr, j_0, k_t, T, TILE, D)
-        v = _rows(v_ptr, j_0, v_t, T, TILE, D)
-        s = _scores(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
-        p = tl.where(j[None, :] <= i[:, None], tl.exp2(s - lse[:, None]), 0.0)
-        dp = _dot(d_out, tl.trans(v))
+    dq = tl.zeros((QUERIES, D), tl.float32)
+    full = i_0 // KEYS * KEYS
+    dq = _add_to_queries(
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, table_ptr, i_0, 0, full, to_log2, kept, key_0, key_1, T, R, k_t, v_t,
+        D, THRESHOLD, QUERIES, KEYS, False,
+    )  # fmt: skip
+    dq = _add_to_queries(
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, table_ptr, i_0, full, i_0 + QUERIES, to_log2, kept, key_0, key_1, T, R,
+        k_t, v_t, D, THRESHOLD, QUERIES, KEYS, True,
+    )  # fmt: skip
+    _store_rows(dq_ptr + b * dq_b + h * dq_h, dq * scale, i_0, dq_t, T, QUERIES, D)
+
+
+@triton.jit
+def _add_to_keys(
+    dk, dv, k, v, q_ptr, d_out_ptr, table_ptr, lse_ptr, delta_ptr, j_0, first, last, to_log2, kept, key_0, key_1,
+    T, R, q_t, do_t,
+    D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of the queries from `first` to `last` of one head, added. Queries from T on are zero."""
+    j = j_0 + tl.arange(0, KEYS)
+    for i_0 in range(first, last, QUERIES):
+        i = i_0 + tl.arange(0, QUERIES)
+        q = _tile(q_ptr, i_0, q_t, T, QUERIES, D, True)
+        d_out = _tile(d_out_ptr, i_0, do_t, T, QUERIES, D, True)
+        lse = tl.load(lse_ptr + i, mask=i < T, other=0.0) * _LOG2_E
+        delta = tl.load(delta_ptr + i, mask=i < T, other=0.0)
+        p = tl.exp2(_scores_by_key(q, k, table_ptr, i_0, j_0, R, D, KEYS) * to_log2 - lse[None, :])
+        if DIAGONAL:
+            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
+        dp = _dot(v, tl.trans(d_out))
+        kept_p = p
         if THRESHOLD > 0:
-            keep = _keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD)
+            keep = _keep(key_0, key_1, i[None, :], j[:, None], (T + 15) // 16, THRESHOLD)
             dp = tl.where(keep, dp * kept, 0.0)
-        ds = p * (dp - delta[:, None])
-        dq += _dot(ds.to(k.dtype), k)
-        if table_ptr is not None:
-            column = tl.arange(0, 2 * TILE)[None, :] + r[:, None] - (TILE - 1)
-            inside = (column >= 0) & (column < TILE)
-            g = tl.where(inside, tl.gather(ds, tl.where(inside, column, 0), 1), 0.0)
-            e = _rows(table_ptr, R - TILE - (i_0 - j_0), D, R, 2 * TILE, D)
-            dq += _dot(g.to(e.dtype), e)
-    _store_rows(dq_ptr + b * dq_b + h * dq_h, dq * scale, i_0, dq_t, T, TILE, D)
+            kept_p = tl.where(keep, p * kept, 0.0)
+        dv += _dot(kept_p.to(d_out.dtype), d_out)
+        dk += _dot((p * (dp - delta[None, :])).to(q.dtype), q)
+    return dk, dv
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset"])
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, table_ptr, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seed_step_ptr, site, sample_offset,
     scale, kept, T, R, H,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
-    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, TILE: tl.constexpr,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, part, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+    SHARE: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys of one key head, summed over its query heads."""
-    j_0 = tl.program_id(0) * TILE
+    """dK and dV of one block of keys of one key head, summed over one part of its query heads."""
+    j_0 = tl.program_id(0) * KEYS
     groups = H // SHARE
     b, group = (tl.program_id(1) // groups).to(tl.int64), tl.program_id(1) % groups
-    j = j_0 + tl.arange(0, TILE)
-    k = _rows(k_ptr + b * k_b + group * k_h, j_0, k_t, T, TILE, D)
-    v = _rows(v_ptr + b * v_b + group * v_h, j_0, v_t, T, TILE, D)
+    k = _tile(k_ptr + b * k_b + group * k_h, j_0, k_t, T, KEYS, D, True)
+    v = _tile(v_ptr + b * v_b + group * v_h, j_0, v_t, T, KEYS, D, True)
     to_log2 = scale * _LOG2_E
-    dk = tl.zeros((TILE, D), tl.float32)
-    dv = tl.zeros((TILE, D), tl.float32)
-    for share in range(SHARE):
-        h = group * SHARE + share
+    dk = tl.zeros((KEYS, D), tl.float32)
+    dv = tl.zeros((KEYS, D), tl.float32)
+    below = (j_0 + KEYS + QUERIES - 1) // QUERIES * QUERIES  # from here on every query sees every key of the block
+    for share in range(SHARE // PARTS):
+        key_0, key_1 = 0, 0
+        h = group * SHARE + tl.program_id(2) * (SHARE // PARTS) + share
         unit = b * H + h
         if THRESHOLD > 0:
             key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
-        for i_0 in range(j_0, T, TILE):
-            i = i_0 + tl.arange(0, TILE)
-            q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
-            d_out = _rows(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, TILE, D)
-            lse = tl.load(lse_ptr + unit * T + i, mask=i < T, other=0.0) * _LOG2_E
-            delta = tl.load(delta_ptr + unit * T + i, mask=i < T, other=0.0)
-            s = _scores_by_key(q, k, table_ptr, i_0, j_0, R, D, TILE) * to_log2
-            p = tl.where((j[:, None] <= i[None, :]) & (i < T)[None, :], tl.exp2(s - lse[None, :]), 0.0)
-            dp = _dot(v, tl.trans(d_out))
-            kept_p = p
-            if THRESHOLD > 0:
-                keep = _keep(key_0, key_1, i[None, :], j[:, None], (T + 15) // 16, THRESHOLD)
-                dp = tl.where(keep, dp * kept, 0.0)
-                kept_p = tl.where(keep, p * kept, 0.0)
-            dv += _dot(kept_p.to(d_out.dtype), d_out)
-            dk += _dot((p * (dp - delta[None, :])).to(q.dtype), q)
-    _store_rows(dk_ptr + b * dk_b + group * dk_h, dk * scale, j_0, dk_t, T, TILE, D)
-    _store_rows(dv_ptr + b * dv_b + group * dv_h, dv, j_0, dv_t, T, TILE, D)
+        q_head, d_out_head = q_ptr + b * q_b + h * q_h, d_out_ptr + b * do_b + h * do_h
+        dk, dv = _add_to_keys(
+            dk, dv, k, v, q_head, d_out_head, table_ptr, lse_ptr + unit * T, delta_ptr + unit * T, j_0,
+            j_0 // QUERIES * QUERIES, tl.minimum(below, T), to_log2, kept, key_0, key_1, T, R, q_t, do_t,
+            D, THRESHOLD, QUERIES, KEYS, True,
+        )  # fmt: skip
+        dk, dv = _add_to_keys(
+            dk, dv, k, v, q_head, d_out_head, table_ptr, lse_ptr + unit * T, delta_ptr + unit * T, j_0,
+            below, T, to_log2, kept, key_0, key_1, T, R, q_t, do_t, D, THRESHOLD, QUERIES, KEYS, False,
+        )  # fmt: skip
+    dk_ptr += tl.program_id(2).to(tl.int64) * part + b * dk_b + group * dk_h
+    dv_ptr += tl.program_id(2).to(tl.int64) * part + b * dv_b + group * dv_h
+    _store_rows(dk_ptr, dk * scale, j_0, dk_t, T, KEYS, D)
+    _store_rows(dv_ptr, dv, j_0, dv_t, T, KEYS, D)
+
+
+@triton.jit
+def key_parts_kernel(
+    parts_ptr, dk_ptr, dv_ptr, part, T, G, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+    PARTS: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sums of dK (program_id(2) = 0) and dV over parts (PARTS, 2, B, T, G, D), ROWS positions of one key head."""
+    t_0, unit = tl.program_id(0) * ROWS, tl.program_id(1)
+    b, group = (unit // G).to(tl.int64), unit % G
+    t, c = t_0 + tl.arange(0, ROWS), tl.arange(0, D)
+    place = ((b * T + t) * G + group)[:, None] * D + c[None, :] + tl.program_id(2) * (part // 2)
+    total = tl.zeros((ROWS, D), tl.float32)
+    for n in range(PARTS):
+        total += tl.load(parts_ptr + n * tl.cast(part, tl.int64) + place, mask=(t < T)[:, None], other=0.0)
+    if tl.program_id(2) == 0:
+        _store_rows(dk_ptr + b * dk_b + group * dk_h, total, t_0, dk_t, T, ROWS, D)
+    else:
+        _store_rows(dv_ptr + b * dv_b + group * dv_h, total, t_0, dv_t, T, ROWS, D)
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset"])
