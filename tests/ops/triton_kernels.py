@@ -263,8 +263,10 @@ def planted_cases() -> dict[str, Case]:
 
 def attention_cases() -> dict[str, Case]:
     from triton_attention_kernels import attention_launches
+    from triton_rung_kernels import rung_launches
 
-    return {name: Case(kernel, pointers(text), *more) for name, (kernel, text, *more) in attention_launches().items()}
+    launches = attention_launches() | rung_launches()
+    return {name: Case(kernel, pointers(text), *more) for name, (kernel, text, *more) in launches.items()}
 
 
 def all_cases() -> dict[str, Case]:

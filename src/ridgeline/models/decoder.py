@@ -7,10 +7,12 @@ Implementations (`impl`):
     reference   explicit attention in the tensors' dtype; dropout masks from the counter of ops.dropout
     torch       what a PyTorch expert writes: scaled_dot_product_attention and F.dropout (PyTorch's own masks)
     fused       the reference's function, masks included, by the kernels of models.fused
+    m0 … r16    the same function on a rung of the ladder (models.rungs), single changes such as m2+reuse included
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models.config import DecoderConfig
+from ridgeline.models.rungs.ladder import find_rung, is_rung
 from ridgeline.ops.attention.reference import attention_reference, skew
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 
@@ -28,7 +31,9 @@ EMBEDDING_SITE = 0
 
 def check_impl(impl: str) -> str:
     """`impl` itself if there is such an implementation."""
-    if impl not in IMPLEMENTATIONS:
+    if is_rung(impl):
+        find_rung(impl)
+    elif impl not in IMPLEMENTATIONS:
         raise UnsupportedError(nearest(impl, IMPLEMENTATIONS, "implementation"))
     return impl
 
@@ -167,6 +172,19 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, config.width)
         self.register_buffer("seed_step", torch.tensor([torch.initial_seed() % 2**63, 0]), persistent=False)
 
+    @property
+    def fuses_ends(self) -> bool:
+        """Whether the model's input and heads run by fused kernels, as its blocks do."""
+        return self.impl == "fused" or (is_rung(self.impl) and find_rung(self.impl).pointwise != "unfused")
+
+    def products(self) -> contextlib.AbstractContextManager[object]:
+        """What the linear layers around the decoder run in: on a rung, its products take PyTorch's place."""
+        if not is_rung(self.impl):
+            return contextlib.nullcontext()
+        from ridgeline.models.rungs.ends import RungProducts  # imports Triton
+
+        return RungProducts(self)
+
     def next_dropout(self) -> DropoutState:
         """The masks of the next step of a loop that does not manage them itself."""
         state = DropoutState(self.seed_step.clone())
@@ -189,6 +207,10 @@ class Decoder(nn.Module):
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 
             return fused_stack(self, x_BTC, dropout)
+        if is_rung(self.impl):
+            from ridgeline.models.rungs.stack import rung_stack  # imports Triton
+
+            return rung_stack(self, x_BTC, dropout)
         x_BTC = self.dropout(x_BTC, dropout)
         for block in self.blocks:
             x_BTC = block(x_BTC, dropout)

@@ -33,11 +33,12 @@ class LanguageModel(nn.Module):
 
     def losses(self, batch: dict[str, Tensor], dropout: DropoutState | None = None) -> dict[str, Tensor]:
         """Mean cross-entropy in nats a token, by name; targets of −100 do not count."""
-        if self.decoder.impl == "fused":
+        if self.decoder.fuses_ends:
             from ridgeline.models.fused.language import language_loss  # imports Triton
 
             return {"tokens": language_loss(self, batch, dropout)}
-        logits_BTV = self(batch["tokens"], dropout)
+        with self.decoder.products():
+            logits_BTV = self(batch["tokens"], dropout)
         targets_N = batch["targets"].long().flatten()
         return {"tokens": F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_N, ignore_index=IGNORE)}
 

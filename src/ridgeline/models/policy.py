@@ -91,11 +91,12 @@ class ControllerPolicy(nn.Module):
 
     def losses(self, batch: dict[str, Tensor], dropout: DropoutState | None = None) -> dict[str, Tensor]:
         """Mean cross-entropy in nats of each head, by name."""
-        if self.decoder.impl == "fused":
+        if self.decoder.fuses_ends:
             from ridgeline.models.fused.policy import policy_losses  # imports Triton
 
             return policy_losses(self, batch, dropout, HEAD_EPS)
-        logits = self(batch, dropout)
+        with self.decoder.products():
+            logits = self(batch, dropout)
         return {
             head.name: F.cross_entropy(
                 logits[head.name].flatten(0, 1).float(),

@@ -1,0 +1,194 @@
+"""The rungs: names, and that each computes the reference's losses and gradients, masks included."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from error_budget import DEVICE, check
+from ridgeline.engine import TrainStep
+from ridgeline.errors import UnsupportedError
+from ridgeline.models import (
+    Category,
+    ControllerPolicy,
+    DecoderConfig,
+    Head,
+    LanguageConfig,
+    LanguageModel,
+    PolicyConfig,
+    build,
+)
+from ridgeline.models.rungs import RUNGS, find_rung
+from ridgeline.ops.dropout import DropoutState
+from ridgeline.optim import OptimizerConfig
+
+pytest.importorskip("triton")
+
+B, T = 4, 13
+TRUNK = {"layers": 1, "width": 32, "heads": 2, "context": T}
+LADDER = [*RUNGS, "fused"]
+SINGLES = ["m1+pointwise", "m1+attention", "m2+reuse", "m3+pointwise"]
+POLICY = PolicyConfig(
+    decoder=DecoderConfig(**TRUNK, positions="relative", position_table=21, dropout=0.2),  # type: ignore[arg-type]
+    categories=(Category(name="stage", rows=5, width=4), Category(name="action", rows=30, width=6, columns=2)),
+    numbers=3,
+    heads=(Head(name="c", classes=9), Head(name="main", classes=13), Head(name="buttons", classes=6)),
+    previous=("main", "c"),
+)
+LANGUAGE = LanguageConfig(
+    decoder=DecoderConfig(**TRUNK, kv_heads=1, norm="rmsnorm", bias=False, gelu="tanh", mlp_width=40),  # type: ignore[arg-type]
+    vocabulary=11,
+)
+CONFIGS = {"policy": POLICY, "language": LANGUAGE}
+STATE = DropoutState(torch.tensor([3, 4], device=DEVICE), sample_offset=2)
+
+
+def make(task: str) -> nn.Module:
+    """A model of weights that bf16 holds, biases and scales off their trivial values."""
+    model = build(CONFIGS[task], impl="reference", seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+        parameter.data = parameter.data.bfloat16().float()
+    return model.to(DEVICE)
+
+
+def make_batch(task: str, seed: int = 3) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*highs: int) -> Tensor:
+        return torch.stack([torch.randint(high, (B, T), generator=generator) for high in highs], dim=-1)
+
+    if task == "language":
+        batch = {"tokens": draw(11)[..., 0], "targets": draw(11)[..., 0]}
+    else:
+        numbers = torch.randn(B, T, 3, generator=generator).bfloat16().float()
+        batch = {
+            "categories": draw(5, 30, 30), "numbers": numbers, "previous": draw(9, 13, 6), "targets": draw(9, 13, 6)
+        }  # fmt: skip
+    batch["targets"][1, 4:] = -100
+    return {name: part.to(DEVICE) for name, part in batch.items()}
+
+
+def run(model: nn.Module, impl: str, dtype: torch.dtype, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every loss and the gradient of every weight."""
+    model = copy.deepcopy(model).to(dtype)
+    assert isinstance(model, LanguageModel | ControllerPolicy)
+    model.decoder.impl = impl
+    batch = {name: part.to(dtype) if part.is_floating_point() else part for name, part in batch.items()}
+    losses = model.losses(batch, STATE)
+    named = dict(model.named_parameters())
+    gradients = torch.autograd.grad(torch.stack(list(losses.values())).sum(), list(named.values()))
+    return {name: loss.detach() for name, loss in losses.items()} | dict(zip(named, gradients, strict=True))
+
+
+@functools.cache
+def case(task: str) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Model, batch, the fp64 reference and PyTorch's bf16 result."""
+    model, batch = make(task), make_batch(task)
+    exact, budget = (run(model, "reference", dtype, batch) for dtype in (torch.float64, torch.bfloat16))
+    return model, batch, exact, budget
+
+
+def slow(task: str) -> Any:
+    return pytest.param(task, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("task", ["policy", slow("language")])
+@pytest.mark.parametrize("impl", [*LADDER, *SINGLES])
+def test_fp32_losses_and_gradients_equal_the_reference_to_rounding(impl: str, task: str) -> None:
+    model, batch, exact, _ = case(task)
+    for name, got in run(model, impl, torch.float32, batch).items():
+        error = float((got.double() - exact[name]).norm() / exact[name].norm())
+        assert error < 3e-6, f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("task", [slow("policy"), "language"])
+@pytest.mark.parametrize("impl", LADDER)
+def test_bf16_error_is_within_pytorchs(impl: str, task: str) -> None:
+    model, batch, exact, budget = case(task)
+    for name, got in run(model, impl, torch.bfloat16, batch).items():
+        check(name, got, budget[name], exact[name], gradient=name in dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("impl", ["m0", "m3", slow("r16"), slow("m3+pointwise")])
+def test_training_steps_equal_the_references(impl: str) -> None:
+    """Through the engine: sinks, lanes, and buffers that hold what an earlier step left."""
+    weights = []
+    for name in ("reference", impl):
+        model = make("policy")
+        assert isinstance(model, ControllerPolicy)
+        model.decoder.impl = name
+        lanes = RUNGS["r16"].lanes if name == "r16" else 1
+        step = TrainStep(model, optimizer=OptimizerConfig(lr=1e-2), precision="fp32", capture=False, lanes=lanes)
+        for seed in range(2):
+            step(make_batch("policy", seed))
+        weights.append((torch.tensor([m.loss for m in step.metrics()]), step.flat.masters.clone()))
+    torch.testing.assert_close(weights[1][0], weights[0][0], rtol=2e-6, atol=0)
+    torch.testing.assert_close(weights[1][1], weights[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_reuse_allocates_in_the_first_step_only() -> None:
+    from ridgeline.models.rungs.run import _BUFFERS
+
+    model, batch = make("language"), make_batch("language")
+    assert isinstance(model, LanguageModel)
+    model.decoder.impl = "m3"
+    counts = []
+    for _ in range(3):
+        loss = model.loss(batch, STATE)
+        torch.autograd.grad(loss, list(model.parameters()))
+        counts.append(sum(buffers.allocated for buffers in _BUFFERS[model.decoder].values()))
+    left = 2  # the stack's output and its input's gradient go out and do not come back
+    assert counts[1] - counts[0] == counts[2] - counts[1] == left < counts[0]
+
+
+def test_evaluation_draws_no_masks() -> None:
+    model, batch = make("policy").eval(), make_batch("policy")
+    assert isinstance(model, ControllerPolicy)
+    expected = model.losses(batch)
+    for impl in ("m0", "r16"):
+        model.decoder.impl = impl
+        torch.testing.assert_close(model.losses(batch), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rung_is_the_one_before_with_its_changes() -> None:
+    assert list(RUNGS) == ["m0", "m1", "m2", "m3", "r16"]
+    assert find_rung("m3") == RUNGS["m3"]
+    alone = find_rung("m2+zero_fill")
+    assert (alone.zero_fill, alone.reuse, alone.capture) == (False, False, False)
+    without = find_rung("m3-zero_fill")
+    assert (without.zero_fill, without.reuse, without.capture) == (True, True, True)
+    both = find_rung("m2+zero_fill+reuse")
+    assert (both.zero_fill, both.reuse, both.capture) == (False, True, False)
+    assert find_rung("m3+lanes").lanes == 2
+    assert find_rung("r16-pointwise").pointwise == "fused"
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("m4", "did you mean"),
+        ("m2+capure", "did you mean capture"),
+        ("m2+lanes", "unknown change"),
+        ("m0-tiles", "no rung before m0"),
+        ("r16+lanes", "no rung after r16"),
+        ("m2+", "unknown change"),
+    ],
+)
+def test_unknown_rungs_and_changes_are_refused(name: str, part: str) -> None:
+    with pytest.raises(UnsupportedError, match=part):
+        find_rung(name)
+    with pytest.raises(UnsupportedError):
+        build(LANGUAGE, impl=name)
+
+
+def test_a_head_width_without_a_tile_is_refused() -> None:
+    trunk = DecoderConfig(layers=1, width=24, heads=3, context=T)
+    model = build(LanguageConfig(vocabulary=11, decoder=trunk), impl="m2").to(DEVICE)
+    with pytest.raises(UnsupportedError, match="head widths"):
+        model.loss(make_batch("language"))
