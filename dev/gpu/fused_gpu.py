@@ -1,8 +1,15 @@
-"""Fused stack on the GPU: numerics against fp64, then time and kernel table. PYTHONPATH=src python3 dev/gpu/fused_gpu.py"""
+"""Fused stack and whole step on a card: numerics against fp64, µs a block for every choice, kernel table of a step.
+
+PYTHONPATH=src python3 dev/gpu/fused_gpu.py [check|block|step] [workload ...]      (all three, and all workloads)
+"""
 
 import collections
+import contextlib
+import copy
+import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -10,181 +17,267 @@ import time
 import torch
 
 OUT = os.environ.get("OUT", "/tmp")
+from ridgeline.engine import TrainStep
 from ridgeline.models import *
+from ridgeline.models.fused import stack
+from ridgeline.models.fused.choices import choose
 from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.early import early_launches
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 D = DecoderConfig
-TRUNKS = {
-    "hal-20m": (D(layers=6, width=512, heads=8, positions="relative", position_table=1024, dropout=0.2), 512, 256),
-    "hal-5m": (
-        D(
-            layers=6,
-            width=256,
-            heads=4,
-            mlp_width=1024,
-            positions="relative",
-            position_table=1024,
-            dropout=0.2,
-            context=128,
-        ),
-        512,
-        128,
-    ),
-    "gpt2-c256": (D(layers=6, width=256, heads=8, gelu="tanh"), 32, 256),
-    "fast-c256": (
-        D(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh"),
-        32,
-        256,
-    ),
+FAST = D(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh")
+GPT2 = D(layers=6, width=256, heads=8, gelu="tanh")
+HAL = D(layers=6, width=512, heads=8, positions="relative", position_table=1024, dropout=0.2)
+WORKLOADS = {
+    "gpt2-c256": (GPT2, 32, 256),
+    "fast-c256": (FAST, 32, 256),
+    "gpt2-c256-512": (GPT2, 512, 256),
+    "fast-c256-512": (FAST, 512, 256),
+    "hal-20m": (HAL, 512, 256),
+    "hal-5m": (dataclasses.replace(HAL, width=256, heads=4, mlp_width=1024, context=128), 512, 128),
+}
+ALL = frozenset(("mlp", "out", "qkv"))
+SMALL = {  # name: (early launches, changes to the choices)
+    "plain": (False, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=True)),
+    "plain early": (True, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=True)),
+    "grouped": (True, dict(rows=frozenset(), grouped=True, qkv="torch", side_stream=True)),
+    "grouped alone": (True, dict(rows=frozenset(), grouped=True, qkv="torch", side_stream=False)),
+    "grouped qkv": (True, dict(rows=frozenset(), grouped=True, qkv="cuda", side_stream=True)),
+    "rows": (True, dict(rows=ALL, grouped=False, qkv="cuda", side_stream=True)),
+    "rows grouped": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=True)),
+    "rows grouped alone": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=False)),
+    "rows grouped late": (False, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=True)),
+    "mlp grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True, qkv="cuda", side_stream=True)),
+    "mlp qkv grouped": (True, dict(rows=frozenset(("mlp", "qkv")), grouped=True, qkv="cuda", side_stream=True)),
+    "out qkv grouped": (True, dict(rows=frozenset(("out", "qkv")), grouped=True, qkv="cuda", side_stream=True)),
+    "chosen": (True, {}),
+}
+LARGE = {
+    "plain": (False, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=False)),
+    "plain early": (True, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=False)),
+    "qkv": (True, dict(rows=frozenset(), grouped=False, qkv="cuda", side_stream=False)),
+    "side": (True, dict(rows=frozenset(), grouped=False, qkv="cuda", side_stream=True)),
+    "grouped": (True, dict(rows=frozenset(), grouped=True, qkv="cuda", side_stream=False)),
+    "rows": (True, dict(rows=ALL, grouped=False, qkv="cuda", side_stream=False)),
+    "mlp": (True, dict(rows=frozenset(("mlp",)), grouped=False, qkv="cuda", side_stream=False)),
+    "rows grouped": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=False)),
+    "chosen": (True, {}),
 }
 
 
-def make(name, impl, layers=None):
-    c, B, T = TRUNKS[name]
-    if layers:
-        import dataclasses
+def variants(name):
+    config, B, T = WORKLOADS[name]
+    if config.width != 256 or config.dropout:
+        return {key: LARGE[key] for key in ("plain", "plain early", "qkv", "chosen")}
+    return SMALL if B * T <= 32768 else LARGE
 
-        c = dataclasses.replace(c, layers=layers)
-    m = LanguageModel(LanguageConfig(vocabulary=65, decoder=c), impl=impl, seed=0)
-    return m, B, T
+
+@contextlib.contextmanager
+def chosen(early, changes):
+    """The stack with other choices than its own."""
+    stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
+    try:
+        with early_launches(early):
+            yield
+    finally:
+        stack.choose = choose
+
+
+def model_of(name, impl, layers=6):
+    config, B, T = WORKLOADS[name]
+    config = dataclasses.replace(config, layers=layers)
+    return LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl=impl, seed=0), B, T
 
 
 def check(name):
-    ref, B, T = make(name, "reference", layers=2)
-    B = 3
-    g = torch.Generator().manual_seed(1)
-    for n, p in ref.named_parameters():
+    ref, B, T = model_of(name, "reference", 2)
+    generator = torch.Generator().manual_seed(1)
+    for p in ref.parameters():
         if p.dim() == 1:
-            p.data += 0.3 * torch.randn(p.shape, generator=g)
-    x = torch.randn(B, T, ref.config.decoder.width, generator=g)
-    dy = torch.randn(B, T, ref.config.decoder.width, generator=g)
-    st = DropoutState(torch.tensor([3, 4], device="cuda"), 5)
+            p.data += 0.3 * torch.randn(p.shape, generator=generator)
+        p.data = p.data.bfloat16().float()
+    x, dy = (torch.randn(32, T, ref.config.decoder.width, generator=generator).bfloat16().float() for _ in range(2))
+    state = DropoutState(torch.tensor([3, 4], device="cuda"), 5)
 
-    def run(model, dtype):
-        d = model.decoder.cuda().to(dtype).train()
+    def run(impl, dtype):
+        d = copy.deepcopy(ref.decoder).cuda().to(dtype).train()
+        d.impl = impl
         xx = x.cuda().to(dtype).requires_grad_()
-        for p in d.parameters():
-            p.grad = None
-        y = d(xx, st)
-        y.backward(dy.cuda().to(dtype))
-        return {
-            "y": y.detach().double(),
-            "x": xx.grad.double(),
-            **{n: p.grad.double() for n, p in d.named_parameters() if p.grad is not None},
-        }
-
-    import copy
-
-    base = {
-        k: v.to(torch.bfloat16).float() for k, v in ref.state_dict().items()
-    }  # all start from weights a bf16 model can hold
-    x = x.bfloat16().float()
-    dy = dy.bfloat16().float()
-    ref.load_state_dict(base)
-    exact = run(copy.deepcopy(ref), torch.float64)
-    pt = run(copy.deepcopy(ref), torch.bfloat16)
-    f, _, _ = make(name, "fused", layers=2)
-    f.load_state_dict(base)
-    f = run(f, torch.bfloat16)
-    rel = lambda a, b: float((a - b).norm() / b.norm())
-    rows = {k: (rel(f[k], exact[k]), rel(pt[k], exact[k])) for k in exact}
-    worst = sorted(rows.items(), key=lambda kv: -kv[1][0] / max(kv[1][1], 1e-9))[:6]
-    print(
-        name,
-        "worst ratios to torch bf16:",
-        [(k, f"{a:.1e}/{b:.1e}={a / max(b, 1e-12):.2f}") for k, (a, b) in worst],
-        flush=True,
-    )
-    return rows
-
-
-def timing(name, impl):
-    m, B, T = make(name, impl)
-    m = m.cuda().bfloat16().train()
-    tok = torch.randint(65, (B, T), device="cuda")
-    batch = {"tokens": tok, "targets": tok.roll(-1, 1)}
-    st = DropoutState(torch.tensor([3, 4], device="cuda"), 0)
-    x = torch.randn(B, T, m.config.decoder.width, device="cuda", dtype=torch.bfloat16)
-    dy = torch.randn_like(x)
-    fn = m.decoder
-    if impl == "torch":
-        fn = torch.compile(m.decoder)
-
-    def step():
-        xx = x.detach().requires_grad_()
-        y = fn(xx, st)
-        torch.autograd.grad(y, [xx] + list(m.decoder.parameters()), dy, allow_unused=True)
-
-    s = torch.cuda.Stream()
-    s.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(s):
-        t0 = time.time()
-        step()
+        names, weights = zip(*[(n, p) for n, p in d.named_parameters() if n != "positions"])
+        y = d.transform(xx, state)
+        grads = torch.autograd.grad(y, [xx, *weights], dy.cuda().to(dtype))
         torch.cuda.synchronize()
-        first = time.time() - t0
+        return {"y": y.detach().double(), **{n: g.double() for n, g in zip(("x", *names), grads)}}
+
+    relative = lambda a, b: float((a - b).norm() / b.norm())
+    exact, pytorch = run("reference", torch.float64), run("reference", torch.bfloat16)
+    out = {}
+    for key, (early, changes) in variants(name).items():
+        try:
+            with chosen(early, changes):
+                got = run("fused", torch.bfloat16)
+            ratios = {n: relative(got[n], exact[n]) / max(relative(pytorch[n], exact[n]), 1e-9) for n in exact}
+            worst = max(ratios, key=ratios.get)
+            out[key] = (worst, ratios[worst])
+            print(name, key, f"worst {ratios[worst]:.2f} x PyTorch's bf16 error, {worst}", flush=True)
+        except Exception as error:
+            out[key] = repr(error)[:300]
+            print(name, key, "FAILED", out[key], flush=True)
+    return out
+
+
+def captured(step):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(3):
             step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=s):
+        with torch.cuda.graph(graph, stream=stream):
             step()
     torch.cuda.synchronize()
-    ts = []
-    for _ in range(12):
+    return graph
+
+
+def interleaved(graphs, rounds=9, repeats=10):
+    """Median µs of a replay of each graph."""
+    times = {key: [] for key in graphs}
+    for turn in range(rounds + 2):
+        for key in list(graphs) if turn % 2 else list(graphs)[::-1]:
+            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graphs[key].replay()
+            a.record()
+            for _ in range(repeats):
+                graphs[key].replay()
+            b.record()
+            torch.cuda.synchronize()
+            times[key] += [a.elapsed_time(b) / repeats * 1000] * (turn > 1)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def block(name):
+    m, B, T = model_of(name, "fused")
+    m = m.cuda().bfloat16().train()
+    state = DropoutState(torch.tensor([3, 4], device="cuda"), 0)
+    x = torch.randn(B, T, m.config.decoder.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    weights = [p for n, p in m.decoder.named_parameters() if n != "positions"]
+    flat = torch.zeros(sum(-(-p.numel() // 64) * 64 for p in weights), device="cuda")
+    start, sinks = 0, []
+    for p in weights:
+        sinks.append(GradientSink(flat[start : start + p.numel()].view(p.shape)))
+        setattr(p, ATTRIBUTE, sinks[-1])
+        start += -(-p.numel() // 64) * 64
+
+    def step():
+        for sink in sinks:
+            sink.begin(add=False)
+        torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
+
+    graphs, first, sums = {}, {}, {}
+    for key, (early, changes) in variants(name).items():
+        try:
+            t0 = time.time()
+            with chosen(early, changes):
+                graphs[key] = captured(step)
+            first[key] = time.time() - t0
+            totals = []
+            for _ in range(3):
+                flat.fill_(float("nan"))
+                graphs[key].replay()
+                torch.cuda.synchronize()
+                totals.append(torch.stack([s.target.double().norm() for s in sinks]).tolist())
+            sums[key] = totals[0]
+            if any(t != totals[0] for t in totals):
+                print(name, key, "REPEATS DIFFER", flush=True)
+        except Exception as error:
+            print(name, key, "FAILED", repr(error)[:300], flush=True)
+    base = next(iter(sums.values()))
+    for key, norms in sums.items():
+        off = max(abs(a / b - 1) if b else abs(a) for a, b in zip(norms, base))
+        if not off < 0.01:
+            print(name, key, f"GRADIENT NORMS OFF by {off:.3g}", flush=True)
+    layers = m.config.decoder.layers
+    out = {key: us / layers for key, us in interleaved(graphs).items()}
+    for key, us in out.items():
+        print(f"{name} {key:22s} {us:8.1f} us a block, forward + backward (captured in {first[key]:.1f} s)", flush=True)
+    return out
+
+
+def step(name):
+    """One whole training step: its time by events, then every kernel in order with the gaps, from a replayed graph."""
+    config, B, T = WORKLOADS[name]
+    m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
+    train = TrainStep(m, precision="bf16")
+    tokens = torch.randint(65, (B, T + 1), device="cuda")
+    batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+    for _ in range(20):
+        train(batch)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(9):
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         a.record()
-        graph.replay()
+        for _ in range(20):
+            train(batch)
         b.record()
         torch.cuda.synchronize()
-        ts.append(a.elapsed_time(b))
-    ts.sort()
-    ms = ts[len(ts) // 2]
-    out = {
-        "name": name,
-        "impl": impl,
-        "trunk_ms": ms,
-        "ms_per_block": ms / m.config.decoder.layers,
-        "first_s": first,
-        "peak_gb": torch.cuda.max_memory_allocated() / 2**30,
-    }
+        times.append(a.elapsed_time(b) / 20)
+    ms = statistics.median(times)
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(3):
-            graph.replay()
+            train(batch)
         torch.cuda.synchronize()
-    c = collections.Counter()
-    n = collections.Counter()
-    for e in prof.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA:
-            c[e.name] += e.device_time / 3 / m.config.decoder.layers
-            n[e.name] += 1 / 3
-    out["kernels"] = [(k[:110], round(v, 1), round(n[k], 1)) for k, v in c.most_common(28)]
-    print(json.dumps({k: v for k, v in out.items() if k != "kernels"}), flush=True)
-    for k in out["kernels"]:
-        print("   ", *k)
-    return out
+    events = sorted(
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in prof.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
+    cuts = [i for i, e in enumerate(events) if "gather_kernel" in e[2]]
+    events = events[cuts[1] : cuts[2]] if len(cuts) > 2 else events[len(events) // 3 : 2 * len(events) // 3]
+    rows, busy, reach, origin = [], 0.0, events[0][0], events[0][0]
+    for start, end, kernel in events:
+        rows.append((round(start - origin, 1), round(end - start, 1), round(start - reach, 1), kernel[:90]))
+        busy += max(0.0, end - max(start, reach))
+        reach = max(reach, end)
+    totals, counts, gaps = collections.Counter(), collections.Counter(), collections.Counter()
+    for _, took, gap, kernel in rows:
+        totals[kernel] += took
+        counts[kernel] += 1
+        gaps[kernel] += max(gap, 0)
+    span = reach - origin
+    print(f"{name} step {ms:.4f} ms = {B * T / ms / 1e3:.2f} M tokens/s, {len(rows)} kernels; profiled span {span:.0f} us,")
+    print(f"   covered {busy:.0f}, gaps {span - busy:.0f}, kernel time {sum(totals.values()):.0f}", flush=True)
+    for kernel, total in totals.most_common(30):
+        print(f"   {total:8.1f} us {counts[kernel]:4d} x {total / counts[kernel]:6.1f}, gap before {gaps[kernel]:6.1f}  {kernel}")
+    with contextlib.suppress(Exception):
+        print("   phases ms", {k: round(v, 4) for k, v in train.phases(batch).items()}, flush=True)
+    with open(f"{OUT}/timeline_{name}.txt", "w") as file:
+        file.writelines(f"{a:9.1f} {b:7.1f} {c:6.1f}  {k}\n" for a, b, c, k in rows)
+    return {"ms": ms, "kernels": len(rows), "span": span, "covered": busy, "rows": rows}
 
+
+TRIALS = {"check": check, "block": block, "step": step}
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        r = check(sys.argv[2]) if sys.argv[1] == "check" else timing(sys.argv[2], sys.argv[3])
-        json.dump(r, open(f"{OUT}/fused_{'_'.join(sys.argv[1:])}.part", "w"))
-    else:
-        jobs = [["check", n] for n in TRUNKS] + [["time", n, i] for n in TRUNKS for i in ("fused", "torch")]
-        for j in jobs:
+    if len(sys.argv) == 4 and sys.argv[1] == "--one":
+        trial, name = sys.argv[2:]
+        json.dump(TRIALS[trial](name), open(f"{OUT}/fused_{trial}_{name}.json", "w"))
+        sys.exit()
+    trials = [a for a in sys.argv[1:] if a in TRIALS] or list(TRIALS)
+    names = [a for a in sys.argv[1:] if a in WORKLOADS] or list(WORKLOADS)
+    for trial in trials:
+        for name in names:
+            if trial == "check" and name.endswith("-512"):
+                continue
             try:
-                p = subprocess.run([sys.executable, __file__, *j], timeout=100, capture_output=True, text=True)
-                print(
-                    p.stdout[-3500:],
-                    "" if p.returncode == 0 else "FAILED " + " ".join(j) + p.stderr[-1500:],
-                    flush=True,
+                p = subprocess.run(
+                    [sys.executable, __file__, "--one", trial, name], timeout=150, capture_output=True, text=True
                 )
-            except subprocess.TimeoutExpired:
-                print("TIMEOUT", j, flush=True)
-        parts = {}
-        for f in os.listdir(OUT):
-            if f.endswith(".part"):
-                parts[f[:-5]] = json.load(open(f"{OUT}/{f}"))
-                os.remove(f"{OUT}/{f}")
-        json.dump(parts, open(f"{OUT}/fused.json", "w"))
+                print(p.stdout, "" if p.returncode == 0 else f"FAILED {trial} {name} " + p.stderr[-1500:], flush=True)
+            except subprocess.TimeoutExpired as late:
+                print((late.stdout or b"").decode()[-3000:], "TIMEOUT", trial, name, flush=True)

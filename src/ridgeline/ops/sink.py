@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 ATTRIBUTE = "gradient_sink"
@@ -68,3 +69,18 @@ class GradientSink:
 def sink_of(weight: Tensor) -> GradientSink | None:
     """The sink that hangs on a weight, or None."""
     return getattr(weight, ATTRIBUTE, None)
+
+
+def fp32_place(weight: Tensor) -> tuple[Tensor, bool]:
+    """Where a kernel puts a weight's fp32 gradient, and whether it adds: the sink's target, or fresh memory."""
+    sink = sink_of(weight)
+    return (torch.empty(weight.shape, device=weight.device), False) if sink is None else sink.take()
+
+
+def written(weight: Tensor, gradient: Tensor) -> Tensor | None:
+    """What a backward pass returns for a gradient that it has written where `fp32_place` said: None for a sink's."""
+    sink = sink_of(weight)
+    if sink is None:
+        return gradient.to(weight.dtype)
+    sink.finished()
+    return None

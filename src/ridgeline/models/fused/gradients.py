@@ -14,7 +14,7 @@ from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.linear.wgrad import Gradient, weight_gradients_raw
-from ridgeline.ops.sink import sink_of
+from ridgeline.ops.sink import GradientSink, sink_of
 
 
 class Place(NamedTuple):
@@ -44,6 +44,7 @@ class WeightGradients:
         self._kept: list[object] = []
         self._group: list[Gradient] = []
         self._sums: list[Job] = []
+        self._taken: list[GradientSink] = []
         self._results: dict[int, Tensor] = {}
 
     def unsummed(self, bias_M: Tensor | None) -> Tensor | None:
@@ -81,8 +82,8 @@ class WeightGradients:
     def flush(self) -> None:
         """Launches what has been gathered."""
         if self._group:
-            self._beside(self._launch_group, self._group, self._sums)
-            self._group, self._sums = [], []
+            self._beside(self._launch_group, self._group, self._sums, self._taken)
+            self._group, self._sums, self._taken = [], [], []
 
     def finish(self) -> None:
         """The current stream waits for everything."""
@@ -108,6 +109,7 @@ class WeightGradients:
     def _place(self, weight: Tensor) -> Place:
         sink = sink_of(weight)
         if sink is not None:
+            self._taken.append(sink)
             return Place(*sink.take())
         before = self._results.get(id(weight))
         if before is None:
@@ -121,6 +123,7 @@ class WeightGradients:
             return
         target, add = sink.take()
         products.weight_gradient_raw(dy_NM, x_NK, target, accumulate=add)
+        sink.finished()
 
     def _deliver(self, weight: Tensor, gradient: Tensor) -> None:
         sink = sink_of(weight)
@@ -145,9 +148,13 @@ class WeightGradients:
         flat = first.as_strided((first.untyped_storage().nbytes() // 4,), (1,), 0)
         places = tuple((target.storage_offset(), target.numel()) for target, _ in targets)
         column_sums_raw(partials_PW, flat, _index(places, first.device), accumulate=add)
+        for sink in sinks:
+            sink.finished()
 
-    def _launch_group(self, group: Sequence[Gradient], sums: Sequence[Job]) -> None:
+    def _launch_group(self, group: Sequence[Gradient], sums: Sequence[Job], taken: Sequence[GradientSink]) -> None:
         weight_gradients_raw(group, also=sums)
+        for sink in taken:
+            sink.finished()
 
 
 @functools.cache

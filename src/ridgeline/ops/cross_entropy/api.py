@@ -80,7 +80,8 @@ def linear_cross_entropy(
         weight_VC: the head's weight.
         bias_V: the head's bias, or None.
         targets_N: classes, signed integers of any width; −100 where ignored.
-        chunk: rows whose logits exist at one time ("triton"); None for what 512 MiB of bf16 hold.
+        chunk: rows whose logits exist at one time ("triton"); None for all where they are few (2²⁶), else for what
+            512 MiB of bf16 hold.
         impl: "reference", "torch" or "triton".
 
     Returns:
@@ -108,9 +109,9 @@ def linear_cross_entropy(
             raise UnsupportedError(f"{name} must be {hidden_NC.dtype} like hidden_NC, got {tensor.dtype}")
     if chunk is not None and chunk < 1:
         raise UnsupportedError(f"chunk must be at least 1, got {chunk}")
-    from ridgeline.ops.cross_entropy.linear import LinearCrossEntropy
+    from ridgeline.ops.cross_entropy.linear import head_loss
 
-    return LinearCrossEntropy.apply(hidden_NC, weight_VC, bias_V, targets_N, chunk)
+    return head_loss(hidden_NC, weight_VC, bias_V, targets_N, chunk)
 
 
 class _CrossEntropy(torch.autograd.Function):

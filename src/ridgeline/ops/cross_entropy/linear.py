@@ -1,7 +1,9 @@
-"""A linear head and its cross-entropy, forward and backward at once, a chunk of rows at a time. Imports Triton.
+"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's.
 
-The logits of a chunk are computed, turned into their gradient in place, and used for the gradients of hidden states
-and weights before the next chunk overwrites them. Memory: chunk · V instead of N · V. The products are cuBLAS's.
+Small heads keep their logits, and the backward pass turns them into their gradient in place. For large ones forward
+and backward run at once, a chunk of rows at a time: the logits of a chunk are computed, turned into their gradient and
+used for the gradients of hidden states and weights before the next chunk overwrites them. Memory: chunk · V instead of
+N · V.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.cross_entropy import triton as kernels
+from ridgeline.ops.linear.products import weight_gradient_raw
+from ridgeline.ops.sink import fp32_place, written
 
 ALIGN = 64  # elements: rows of logits start on 128-byte boundaries, and products take their fast path
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 512 MiB in 16-bit storage
+KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
 
 
 class HeadGradients(NamedTuple):
@@ -132,8 +138,62 @@ def linear_cross_entropy_raw(
     kernels.mean_loss_raw(buffers.losses_P, buffers.counts, loss)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """The head's loss. The forward pass leaves the gradients of the sum over rows, which fp16 can hold; the backward
+def head_loss(
+    hidden_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor, chunk: int | None
+) -> Tensor:
+    """The loss of a linear head, with gradients; by the way that suits its size unless there is a `chunk`."""
+    N, V = hidden_NC.shape[0], weight_VC.shape[0]
+    if chunk is None and V <= kernels.WHOLE_ROWS and N * V <= KEPT_ELEMENTS:
+        return SmallHead.apply(hidden_NC, weight_VC, bias_V, targets_N)
+    return ChunkedHead.apply(hidden_NC, weight_VC, bias_V, targets_N, chunk)
+
+
+class SmallHead(torch.autograd.Function):
+    """The loss of a head whose logits are kept. Weight and bias gradients go to their sinks where they have one."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NC: Tensor, weight_VC: Tensor, bias_V: Tensor | None, targets_N: Tensor) -> Tensor:
+        N, V = hidden_NC.shape[0], weight_VC.shape[0]
+        buffers, loss = make_buffers(N, V, hidden_NC, N), torch.empty(1, device=hidden_NC.device)
+        logits_NV = buffers.logits_KW[:, :V]
+        if bias_V is None:
+            torch.mm(hidden_NC, weight_VC.t(), out=logits_NV)
+        else:
+            torch.addmm(bias_V, hidden_NC, weight_VC.t(), out=logits_NV)
+        kernels.count_valid_raw(targets_N, buffers.counts)
+        kernels.cross_entropy_raw(buffers.logits_KW, targets_N, None, buffers.losses_P, buffers.counts, classes=V)
+        kernels.mean_loss_raw(buffers.losses_P, buffers.counts, loss)
+        ctx.save_for_backward(hidden_NC, targets_N)
+        ctx.buffers, ctx.weight, ctx.bias = buffers, weight_VC, bias_V  # as they came: a sink may hang on them
+        return loss.squeeze(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NC, targets_N = ctx.saved_tensors
+        (logits_NW, losses_P, counts), weight_VC, bias_V = ctx.buffers, ctx.weight, ctx.bias
+        V = weight_VC.shape[0]
+        partials_PV = None if bias_V is None else torch.empty(len(losses_P), V, device=losses_P.device)
+        dlogits_NW = torch.empty_like(logits_NW)
+        kernels.cross_entropy_raw(
+            logits_NW, targets_N, dlogits_NW, losses_P, counts,
+            classes=V, gradient_scale=dloss.float().reshape(1), partials_PV=partials_PV,
+        )  # fmt: skip
+        dlogits_NV = dlogits_NW[:, :V]
+        dbias = None
+        if bias_V is not None and partials_PV is not None:
+            dbias_V, add = fp32_place(bias_V)
+            column_sums_raw(partials_PV, dbias_V, accumulate=add)
+            dbias = written(bias_V, dbias_V)
+        dweight_VC, add = fp32_place(weight_VC)
+        weight_gradient_raw(dlogits_NV, hidden_NC, dweight_VC, accumulate=add)
+        return dlogits_NV @ weight_VC, written(weight_VC, dweight_VC), dbias, None
+
+
+class ChunkedHead(torch.autograd.Function):
+    """The loss of a head whose logits exist a chunk at a time.
+
+    The forward pass leaves the gradients of the sum over rows, which fp16 can hold; the backward
     pass multiplies them by what comes in, over the number of valid rows.
     """
 

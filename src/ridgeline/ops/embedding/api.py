@@ -17,6 +17,7 @@ from ridgeline.errors import UnsupportedError
 from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
 from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
 from ridgeline.ops.embedding.reference import embedding_reference
+from ridgeline.ops.sink import fp32_place, written
 
 IMPLEMENTATIONS = ("reference", "torch", "triton")
 MAX_WIDTH = 4096  # a tile holds whole rows in registers
@@ -105,26 +106,28 @@ class _Embedding(torch.autograd.Function):
             ids_BT.view(-1, 1), table_VC, out_BTC.view(-1, C),
             positions_RC=positions_RC, T=T, p=p, dropout=dropout, site=site,
         )  # fmt: skip
-        ctx.save_for_backward(ids_BT, table_VC, positions_RC)
+        ctx.save_for_backward(ids_BT)
+        ctx.weights = table_VC, positions_RC  # as they came: a sink may hang on them
         ctx.drop = None if dropout is None or p == 0 else (p, dropout, site)
         return out_BTC
 
     @staticmethod
     def backward(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         from ridgeline.ops.dropout.triton import dropout_raw
-        from ridgeline.ops.embedding.triton import position_gradient_raw, table_gradient
+        from ridgeline.ops.embedding.triton import position_gradient_raw, table_gradient_raw
 
-        ids_BT, table_VC, positions_RC = ctx.saved_tensors
+        (ids_BT,), (table_VC, positions_RC) = ctx.saved_tensors, ctx.weights
         B, T, C = dout_BTC.shape
         dout_NC = dout_BTC.contiguous().view(-1, C)
         if ctx.drop is not None:
             masked_NC = torch.empty_like(dout_NC)
             dropout_raw(dout_NC, masked_NC, T, *ctx.drop)
             dout_NC = masked_NC
-        dtable_VC = table_gradient(dout_NC, ids_BT.view(-1, 1), table_VC.shape[0]).to(table_VC.dtype)
-        dpositions_RC = None
+        dtable_VC, add = fp32_place(table_VC)
+        table_gradient_raw(dout_NC, ids_BT.view(-1, 1), dtable_VC, accumulate=add)
+        dpositions = None
         if positions_RC is not None:
-            sums_RC = torch.zeros(positions_RC.shape, device=dout_NC.device)
-            position_gradient_raw(dout_NC.view(B, T, C), sums_RC)
-            dpositions_RC = sums_RC.to(positions_RC.dtype)
-        return None, dtable_VC, dpositions_RC, None, None, None
+            dpositions_RC, add = fp32_place(positions_RC)
+            position_gradient_raw(dout_NC.view(B, T, C), dpositions_RC, accumulate=add)
+            dpositions = written(positions_RC, dpositions_RC)
+        return None, written(table_VC, dtable_VC), dpositions, None, None, None

@@ -240,21 +240,22 @@ def table_gradient_sorted_raw(
     )
 
 
-def table_gradient(dout_NX: Tensor, ids_NK: Tensor, V: int) -> Tensor:
-    """The gradient (V, X / K) of a table in fresh fp32 memory, by the way that suits its size."""
-    (N, K), C = ids_NK.shape, dout_NX.shape[1] // ids_NK.shape[1]
+def table_gradient_raw(dout_NX: Tensor, ids_NK: Tensor, dtable_VC: Tensor, *, accumulate: bool) -> None:
+    """Add (or write) a table's fp32 gradient, by the way that suits its size."""
+    (N, K), (V, C) = ids_NK.shape, dtable_VC.shape
     if V <= ONE_HOT_ROWS:
-        dtable_VC = torch.empty(V, C, device=dout_NX.device)
         partials_PW = torch.empty(small_partials(N * K, V, C, dout_NX), V * C, device=dout_NX.device)
-        table_gradient_small_raw(dout_NX, ids_NK, dtable_VC, partials_PW, accumulate=False)
-        return dtable_VC
-    dtable_VC = torch.zeros(V, C, device=dout_NX.device)
+        table_gradient_small_raw(dout_NX, ids_NK, dtable_VC, partials_PW, accumulate=accumulate)
+        return
+    if not accumulate:
+        dtable_VC.zero_()
     ends_Z2C = torch.empty(grid_rows(N * K, CHUNK), 2, C, device=dout_NX.device)
     table_gradient_sorted_raw(dout_NX, ids_NK, dtable_VC, ends_Z2C)
-    return dtable_VC
 
 
 def position_gradient_raw(dout_BTC: Tensor, dpositions_RC: Tensor, *, accumulate: bool = True) -> None:
-    """Add (or write) Σ_b dout[b] into the first T rows of fp32 `dpositions_RC`. Allocates nothing."""
+    """Add (or write) Σ_b dout[b] into the first T rows of fp32 `dpositions_RC`, 0 beyond. Allocates nothing."""
     B, T, C = dout_BTC.shape
+    if not accumulate and len(dpositions_RC) > T:
+        dpositions_RC[T:].zero_()
     column_sums_raw(dout_BTC.view(B, T * C), dpositions_RC[:T].view(T * C), accumulate=accumulate)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.embedding.triton import table_gradient
+from ridgeline.ops.embedding.triton import table_gradient_raw
 from ridgeline.ops.inputs.reference import InputColumns
 from ridgeline.ops.inputs.triton import CATEGORY, NUMBER, ONE_HOT, PADDING, input_vector_raw
 from ridgeline.ops.linear.products import weight_gradient_raw
@@ -91,8 +91,11 @@ class InputLayer(torch.autograd.Function):
             assert dvector_NE is not None
             rows, width = ctx.shapes[table]
             ids_NK = ctx.categories_NK[:, first : first + count]
-            gradient = table_gradient(dvector_NE[:, offset : offset + count * width], ids_NK, rows)
-            by_table[table] = by_table[table] + gradient if table in by_table else gradient
+            again = table in by_table
+            if not again:
+                by_table[table] = dout_NC.new_empty((rows, width), dtype=torch.float32)
+            part_NX = dvector_NE[:, offset : offset + count * width]
+            table_gradient_raw(part_NX, ids_NK, by_table[table], accumulate=again)
         zeros = [dout_NC.new_zeros(shape, dtype=torch.float32) for shape in ctx.shapes]
         gradients += [by_table.get(table, zeros[table]) for table in range(len(ctx.shapes))]
         for index, sink in enumerate(ctx.sinks):
