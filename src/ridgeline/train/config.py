@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from ridgeline.data.window import WindowSpec
 from ridgeline.engine.precision import PRECISIONS
-from ridgeline.errors import ConfigError, nearest
+from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models import ModelConfig
+from ridgeline.models.rungs import RUNGS, Rung, find_rung, is_rung
 from ridgeline.optim import OptimizerConfig
 
 AUTO = "auto"
@@ -40,6 +41,10 @@ class Engine:
         return self.capture or self.impl != "torch"
 
 
+def _on_rung(rung: Rung) -> Engine:
+    return Engine(capture=rung.capture, impl=rung.name, lanes=rung.lanes, prefetch=rung.prefetch)
+
+
 ENGINES = {
     "eager": Engine(),
     "compile": Engine(compile="default"),
@@ -47,8 +52,22 @@ ENGINES = {
     "max-autotune": Engine(compile="max-autotune"),
     "graph": Engine(capture=True),
     "compile+graph": Engine(compile="default", capture=True),
+    **{name: _on_rung(rung) for name, rung in RUNGS.items()},
     "best": Engine(capture=True, impl="fused"),
 }
+
+
+def engine_called(name: str) -> Engine:
+    """The engine of a name that is decided: one of ENGINES, or a rung with single changes such as m2+reuse.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    if name in ENGINES:
+        return ENGINES[name]
+    if is_rung(name):
+        return _on_rung(find_rung(name))
+    raise UnsupportedError(nearest(name, ENGINES, "engine"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +86,7 @@ class TrainConfig:
         precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
         engine: how a step is run: eager, compile, reduce-overhead, max-autotune, graph, compile+graph or best, which is
             the fused blocks where they can run, else compile+graph; "auto" for eager on the CPU and best on a card.
+            m0, m1, m2, m3 and r16 are the rungs of the ladder, to be compared and not to be trained with.
         device: cpu, cuda or cuda:N; "auto" for a CUDA card where there is one, else cpu.
         seed: of initial weights, order of the data and dropout.
         steps: length of the run in optimisation steps; one of steps, tokens and minutes is set.
@@ -135,8 +155,11 @@ class TrainConfig:
             ("precision", (AUTO, *PRECISIONS)),
             ("engine", (AUTO, *ENGINES)),
         ):
-            if getattr(self, name) not in known:
-                raise ConfigError(nearest(getattr(self, name), known, name))
+            value = getattr(self, name)
+            if value not in known and not (name == "engine" and is_rung(value)):
+                raise ConfigError(nearest(value, known, name))
+        if is_rung(self.engine):
+            find_rung(self.engine)
         for tracker in self.track:
             if tracker not in TRACKERS:
                 raise ConfigError(nearest(tracker, TRACKERS, "tracker"))

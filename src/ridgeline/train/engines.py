@@ -14,7 +14,7 @@ from ridgeline.models import Model, build
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.norm.api import MAX_WIDTH
 from ridgeline.optim import OptimizerConfig
-from ridgeline.train.config import AUTO, ENGINES, Engine, TrainConfig
+from ridgeline.train.config import AUTO, Engine, TrainConfig, engine_called
 from ridgeline.train.step import Step, TorchStep
 
 CARDS = ("gpu", "nvidia", "gpus")  # what people call a CUDA card
@@ -66,7 +66,8 @@ def find_engine(name: str, device: torch.device) -> str:
     if name == AUTO:
         return "eager" if device.type == "cpu" else "best"
     if device.type == "cpu" and name not in ("eager", "compile"):
-        raise UnsupportedError(f"engine {name} captures CUDA graphs and needs a GPU; use eager or compile")
+        does = "captures CUDA graphs" if engine_called(name).capture else "runs a card's kernels"
+        raise UnsupportedError(f"engine {name} {does} and needs a GPU; use eager or compile")
     return name
 
 
@@ -94,7 +95,7 @@ def settle_best(config: TrainConfig) -> TrainConfig:
 
 def build_model(config: TrainConfig) -> Model:
     """The model of a config whose engine and device are decided, freshly initialised from its seed."""
-    return build(config.model, impl=ENGINES[config.engine].impl, seed=config.seed).to(config.device)
+    return build(config.model, impl=engine_called(config.engine).impl, seed=config.seed).to(config.device)
 
 
 def make_step(model: Model, config: TrainConfig, *, world: int = 1) -> Step:
@@ -109,7 +110,7 @@ def make_step(model: Model, config: TrainConfig, *, world: int = 1) -> Step:
     Raises:
         UnsupportedError: the engine cannot run here; says why.
     """
-    engine, precision = ENGINES[config.engine], config.precision
+    engine, precision = engine_called(config.engine), config.precision
     if world > 1 and not engine.own:
         if engine.compile not in (None, "default"):
             raise UnsupportedError(
@@ -146,7 +147,7 @@ def engine_step(
     """A step on `model` as `engine` runs it.
 
     Args:
-        engine: an entry of ENGINES.
+        engine: from `engine_called`.
         model: built with `engine.impl`, on its device.
         optimizer: AdamW, clipping and schedule.
         steps: length of the schedule; None for none.

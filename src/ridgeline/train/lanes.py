@@ -18,7 +18,7 @@ import ridgeline
 from ridgeline.data import sources
 from ridgeline.data.loader import Batches
 from ridgeline.engine import TrainStep, choose_lanes
-from ridgeline.train.config import ENGINES, TrainConfig
+from ridgeline.train.config import TrainConfig, engine_called
 from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.settings import to_dict
 
@@ -39,9 +39,10 @@ def settle_lanes(config: TrainConfig, batches: Batches, world: int = 1) -> tuple
     """
     if config.lanes:
         return config, _count(config.lanes)
-    measured = ENGINES[config.engine].impl == "fused" and config.device.startswith("cuda") and world == 1
+    engine = engine_called(config.engine)
+    measured = engine.impl == "fused" and config.device.startswith("cuda") and world == 1
     if not measured or config.batch % (2 * config.accumulation):
-        return dataclasses.replace(config, lanes=1), _count(1)
+        return dataclasses.replace(config, lanes=engine.lanes), _count(engine.lanes)
     file = _file(config)
     times = _read(file) or _measure(config, batches)
     _keep(file, times)
