@@ -181,10 +181,15 @@ def check_config(saved: object, wanted: object, what: str = "config") -> None:
     Raises:
         CheckpointError: they differ; says in which field, what was expected and what the checkpoint has.
     """
-    differences = list(_differences(_plain(saved), _plain(wanted), ""))
-    if differences:
-        shown = ", ".join(differences[:3]) + (f" and {len(differences) - 3} more" if len(differences) > 3 else "")
+    shown = differences(saved, wanted)
+    if shown:
         raise CheckpointError(f"the checkpoint is of another {what}: {shown}; change these or use another checkpoint")
+
+
+def differences(saved: object, wanted: object) -> str:
+    """In which fields two configurations differ, in words that name three of them at most; "" where they do not."""
+    found = _differences(_plain(saved), _plain(wanted), "")
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def sha256(file: Path) -> str:

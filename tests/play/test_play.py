@@ -297,7 +297,7 @@ def test_a_hung_process_is_an_error():
 
 def test_a_slow_process_is_not_a_hung_one(monkeypatch):
     monkeypatch.setattr(judge, "HEARTBEAT_SECONDS", 0.0)
-    signs = list(judge._play(judge._Task(player, range(5_000, 5_001), 3, 1.0)))
+    signs = list(judge._play(judge.Job(player, range(5_000, 5_001), 3, 1.0)))
     assert len(signs) == 1 + sum(not finished for finished in signs) > 100
 
 

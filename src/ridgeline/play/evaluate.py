@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -105,15 +105,12 @@ def evaluate(
     load = source if callable(source) else partial(load_player, source, device, cache)
     check_level(load().game, level)  # loaded here as well, so that a mistake is told at once
     begun = time.monotonic()
-    seeds = range(first_seed, first_seed + games)
-    tasks = [_Task(load, seeds[at : at + GAMES_A_CALL], level, temperature) for at in range(0, games, GAMES_A_CALL)]
-    names = [f"the games of seeds {task.seeds[0]} to {task.seeds[-1]}" for task in tasks]
     results: list[GameResult] = []
-    for _, finished in run_parallel(_play, tasks, processes=processes, timeout=timeout, names=names):
-        results += finished
+    jobs = [Job(load, group, level, temperature) for group in groups(games, first_seed)]
+    for _, result in play_jobs(jobs, processes=processes, timeout=timeout):
+        results.append(result)
         if on_game:
-            for result in finished:
-                on_game(result)
+            on_game(result)
     if len(results) != games:
         raise WorkerError(f"{len(results)} of {games} games came back; this is a mistake of ridgeline, report it")
     ordered = tuple(sorted(results, key=lambda result: result.seed))
@@ -144,18 +141,49 @@ def check_level(name: str, level: int) -> None:
         raise ConfigError(f"{name} has the levels {', '.join(map(str, levels))}, got {level}")
 
 
-class _Task(NamedTuple):
+class Job(NamedTuple):
+    """Games that one process plays in lock step.
+
+    Attributes:
+        load: returns the player, in any process.
+        seeds: one a game.
+        level: strength of the opponent.
+        temperature: see play_games.
+        name: what to call the player in an error.
+    """
+
     load: Callable[[], Player]
     seeds: range
     level: int
     temperature: float
+    name: str = ""
 
 
-def _play(task: _Task) -> Iterator[list[GameResult]]:
+def groups(games: int, first_seed: int) -> list[range]:
+    """The seeds of so many games, in the groups that share a call of the model: their results depend on them."""
+    seeds = range(first_seed, first_seed + games)
+    return [seeds[at : at + GAMES_A_CALL] for at in range(0, games, GAMES_A_CALL)]
+
+
+def play_jobs(
+    jobs: Sequence[Job], *, processes: int, timeout: float = SILENCE_SECONDS
+) -> Iterator[tuple[int, GameResult]]:
+    """Play the games of all jobs in parallel processes and yield (index of the job, result) as they end.
+
+    Raises:
+        WorkerError: a process died or hung, or a game did not end.
+    """
+    names = [f"the games of seeds {job.seeds[0]} to {job.seeds[-1]}{job.name and f' of {job.name}'}" for job in jobs]
+    for index, finished in run_parallel(_play, jobs, processes=processes, timeout=timeout, names=names):
+        for result in finished:
+            yield index, result
+
+
+def _play(job: Job) -> Iterator[list[GameResult]]:
     """Finished games as they come, and an empty list now and then as a sign of life."""
     torch.set_num_threads(1)
     heard = time.monotonic()
-    for finished in play_games(task.load(), task.seeds, level=task.level, temperature=task.temperature):
+    for finished in play_games(job.load(), job.seeds, level=job.level, temperature=job.temperature):
         if finished or time.monotonic() - heard > HEARTBEAT_SECONDS:
             heard = time.monotonic()
             yield finished

@@ -1,0 +1,217 @@
+"""Training on a clock: one contender trains for so many seconds and leaves a checkpoint at each time of a grid.
+
+The clock counts training alone. It stands still while the step is prepared (compilation and capture, whose seconds are
+noted apart), during validation, and while a checkpoint is written. The learning rate follows the clock, so a contender
+ends its schedule with the race however many steps it took.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ridgeline import checkpoint
+from ridgeline.data.api import load_dataset
+from ridgeline.data.games import GameData
+from ridgeline.data.loader import Batches, Validation
+from ridgeline.data.resident import ResidentBatches
+from ridgeline.data.text import TextData
+from ridgeline.errors import RidgelineError
+from ridgeline.models.reader import read
+from ridgeline.optim import learning_rate
+from ridgeline.train import state
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.engines import build_model, make_step
+from ridgeline.train.guards import enough_memory, writing
+from ridgeline.train.settings import from_dict
+from ridgeline.train.validate import validate
+
+POINTS = "points.jsonl"
+AHEAD = 4  # steps that the host may be ahead of the card
+LOOK_SECONDS = 2.0  # between looks at the loss
+WARM_UP = 2  # steps that are taken back: the first compiles and captures, the second finds all of it done
+SIGN_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A contender at a time of the grid.
+
+    Attributes:
+        at: the time of the grid, seconds of training.
+        seconds: of training, as measured: the step that was under way at `at` is finished first.
+        steps: optimisation steps.
+        samples: windows learned from.
+        tokens: positions learned from.
+        train_loss: of the last step, nats; None before the first.
+        val_loss: over the held-out games, nats.
+        setup_s: seconds until the first step could be taken: imports not counted, compilation and capture counted.
+    """
+
+    at: float
+    seconds: float
+    steps: int
+    samples: int
+    tokens: int
+    train_loss: float | None
+    val_loss: float
+    setup_s: float
+
+
+class Task(NamedTuple):
+    """What a process needs to train a contender.
+
+    Attributes:
+        settings: its config as a dict.
+        folder: its own.
+        grid: times of the checkpoints in seconds of training, ascending; the last one ends the training.
+        threads: to compute with on the CPU.
+    """
+
+    settings: dict[str, Any]
+    folder: str
+    grid: tuple[float, ...]
+    threads: int
+
+
+def train_on_clock(task: Task) -> Iterator[Point | None]:
+    """Train a contender, from its last checkpoint on if there is one, and yield each point as its checkpoint is there.
+
+    None now and then is a sign of life.
+
+    Raises:
+        RidgelineError: it cannot be trained; points that were reached are kept.
+    """
+    torch.set_num_threads(task.threads)
+    folder = Path(task.folder)
+    with enough_memory("lower the contender's batch"):
+        run = _Clocked(from_dict(task.settings), folder)
+        done = read_points(folder)
+        if not done:
+            with writing(folder):
+                folder.mkdir(exist_ok=True)
+            state.write_config(folder, run.config)
+            yield run.leave(0.0)
+        run.prepare(folder / checkpoint_name(done[-1].at if done else 0.0))
+        for at in task.grid[len(done) or 1 :]:
+            while run.progress.seconds < at:
+                run.advance(at, 60 * (run.config.minutes or 0.0))
+                yield None
+            yield run.leave(at)
+
+
+def checkpoint_name(at: float) -> str:
+    """Name of the folder of a checkpoint at a time of the grid."""
+    return f"at-{at:08.1f}s"
+
+
+def read_points(folder: Path) -> list[Point]:
+    """The points that a contender has reached, in order.
+
+    Raises:
+        RidgelineError: the file is damaged.
+    """
+    file = folder / POINTS
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    try:
+        return [read(Point, json.loads(line)) for line in lines if line.endswith("\n")]
+    except (ValueError, AttributeError) as error:
+        raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
+
+
+class _Clocked:
+    """One contender in this process."""
+
+    def __init__(self, config: TrainConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        self.device = torch.device(config.device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.data = load_dataset(config.data)
+        torch.manual_seed(config.seed)
+        self.model = build_model(config)
+        self.step = make_step(self.model, config)
+        self.batches = _batches(self.data, config, self.device)
+        self.validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
+        self.progress = state.Progress()
+        self.setup_s = 0.0
+        self._looked = 0.0
+
+    def prepare(self, begin: Path) -> None:
+        """Compile and capture by steps that are taken back, to the state of the checkpoint `begin`."""
+        started = time.perf_counter()
+        for _ in range(WARM_UP):
+            self.step(self.batches.next())
+        self._wait()
+        self.setup_s = time.perf_counter() - started
+        self.progress = state.restore(checkpoint.load(begin), self.config, self.model, self.step, self.batches)
+
+    def advance(self, until: float, total: float) -> None:
+        """Train for a few seconds at most, and not beyond `until`."""
+        progress, before = self.progress, self.progress.seconds
+        under_way: deque[torch.cuda.Event] = deque()
+        begun = time.perf_counter()
+        until = min(until, before + SIGN_SECONDS)
+        while progress.seconds < until:
+            self.step.set_rate(learning_rate(self.config.optimizer, progress.step, progress.seconds / total))
+            self.step(self.batches.next())
+            progress.step += 1
+            progress.tokens += self.config.step_tokens
+            if self.device.type == "cuda":
+                under_way.append(torch.cuda.Event())
+                under_way[-1].record()
+                if len(under_way) > AHEAD:
+                    under_way.popleft().synchronize()
+            progress.seconds = before + time.perf_counter() - begun
+            if progress.seconds - self._looked > LOOK_SECONDS:
+                self._looked = progress.seconds
+                self.step.check()
+        self._wait()
+        progress.seconds = before + time.perf_counter() - begun
+
+    def leave(self, at: float) -> Point:
+        """Validate, write the checkpoint and the point; no clock runs."""
+        progress = self.progress
+        if progress.step:
+            self.step.check()
+            progress.train_loss = self.step.metrics(progress.step - 1)[-1].loss
+        progress.val_loss = validate(self.step, self.validation, self.device, self.config.eval_windows)
+        path = self.folder / checkpoint_name(at)
+        state.save(path, self.config, progress, self.model, self.step, self.batches, self.data)
+        point = Point(
+            at=at,
+            seconds=round(progress.seconds, 3),
+            steps=progress.step,
+            samples=progress.step * self.config.batch,
+            tokens=progress.tokens,
+            train_loss=progress.train_loss,
+            val_loss=progress.val_loss,
+            setup_s=round(self.setup_s, 2),
+        )
+        with writing(self.folder), (self.folder / POINTS).open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(asdict(point)) + "\n")
+        return point
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _batches(data: TextData | GameData, config: TrainConfig, device: torch.device) -> Batches:
+    if device.type == "cuda" and isinstance(data, GameData):
+        return ResidentBatches(data, config.window, batch=config.batch, seed=config.seed, device=device)
+    return Batches(data, config.window, batch=config.batch, seed=config.seed)
+
+
+def grid_until(total: float, times: Sequence[float]) -> tuple[float, ...]:
+    """The times before `total`, ascending, 0 before them and `total` behind."""
+    return (0.0, *sorted({float(at) for at in times if 0 < at < total}), float(total))

@@ -1,0 +1,108 @@
+"""Contenders of a study by name: a preset or a settings file, with changes behind it.
+
+gpt2-c256                        a preset
+mine.toml                        a file of settings, as `train --config` takes it
+gpt2-c256+norm=rmsnorm+bias=false  with settings changed: of the model's decoder by their plain names, others
+                                 by dotted path (optimizer.lr=2e-3)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ridgeline.errors import ConfigError
+from ridgeline.models import DecoderConfig
+from ridgeline.presets import preset
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.settings import override, read_toml
+
+DECODER = tuple(field.name for field in dataclasses.fields(DecoderConfig))
+
+
+def find_contender(name: str) -> TrainConfig:
+    """The config that `name` stands for.
+
+    Raises:
+        ConfigError: no such preset or file, or a change that cannot be.
+    """
+    base, *changes = name.split("+")
+    if base.endswith(".toml"):
+        values = read_toml(base)
+        if "preset" not in values:
+            raise ConfigError(f'{base} names no preset to build on; add a line such as preset = "gpt2-c256"')
+        config = override(preset(values.pop("preset")), values)
+    else:
+        config = preset(base)
+    for change in changes:
+        config = override(config, _nested(change, name))
+    return config
+
+
+def single_changes(first: str, second: str) -> list[str]:
+    """Contenders between two: `first` with one setting of its decoder at a time as `second` has it.
+
+    Raises:
+        ConfigError: their decoders are alike.
+    """
+    a, b = (find_contender(name).model.decoder for name in (first, second))
+    names = [
+        f"{first}+{field}={_literal(getattr(b, field))}" for field in DECODER if getattr(a, field) != getattr(b, field)
+    ]
+    if not names:
+        raise ConfigError(f"{first} and {second} have the same decoder: there is no change between them to measure")
+    return names
+
+
+def same_recipe(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
+    """The contenders with everything but the model taken from the first: data, windows, batch, optimiser, length.
+
+    Raises:
+        ConfigError: a model's context is too short for the first's windows.
+    """
+    recipe = next(iter(configs.values()))
+    found = {}
+    for name, config in configs.items():
+        if config.model.decoder.context < recipe.window.context:
+            raise ConfigError(
+                f"{name} has a context of {config.model.decoder.context}, the study's windows are of "
+                f"{recipe.window.context} positions; set --context {config.model.decoder.context} or lower"
+            )
+        found[name] = dataclasses.replace(recipe, preset=config.preset, model=config.model)
+    return found
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """The names, each once.
+
+    Raises:
+        ConfigError: fewer than two, or one comes twice.
+    """
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{twice[0]} is named twice; name each contender once")
+    if len(names) < 2:
+        raise ConfigError("a comparison needs two contenders or more: ridgeline study compare gpt2-c256 fast-c256")
+    return list(names)
+
+
+def _nested(change: str, name: str) -> dict[str, Any]:
+    key, equals, text = change.partition("=")
+    if not equals or not key or not text:
+        raise ConfigError(f"{change!r} in {name} is no change; write it as +setting=value, such as +norm=rmsnorm")
+    path = f"model.decoder.{key}" if key in DECODER else key
+    try:
+        value: Any = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a word
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return value  # type: ignore[no-any-return]
+
+
+def _literal(value: Any) -> str:
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)

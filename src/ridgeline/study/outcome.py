@@ -1,0 +1,140 @@
+"""What a race says: strength by time with intervals, and from when on a contender is strong enough."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from ridgeline.bench.nvml import monitor
+from ridgeline.bench.run import git_revision, versions
+from ridgeline.play import Evaluation
+from ridgeline.records import ContenderResult, Record, WorkloadInfo
+from ridgeline.study.clocked import Point
+from ridgeline.study.race import Outcome, Race
+
+
+@dataclass(frozen=True)
+class Target:
+    """A strength that is good enough: a share of the games that is won, or won by knockout."""
+
+    figure: str
+    share: float
+
+    def words(self, games: int) -> str:
+        """For people."""
+        least = self.least(games)
+        return f"{least} of {games} won" if self.figure == "wins" else f"{least} of {games} by knockout"
+
+    def least(self, games: int) -> int:
+        """The fewest of so many games that reach it."""
+        return -int(-self.share * games // 1)
+
+
+TARGETS = (Target("wins", 26 / 30), Target("ko", 0.9))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A contender at a time: how it got there and how it plays."""
+
+    point: Point
+    strength: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """For a record."""
+        return {**asdict(self.point), **self.strength}
+
+
+def standings(race: Race, outcome: Outcome) -> dict[str, list[Standing]]:
+    """By contender, in order of time, from the first checkpoint behind the start on."""
+    found: dict[str, list[Standing]] = {}
+    for contender in race.contenders:
+        found[contender.name] = []
+        for point in outcome.points[contender.name][1:]:  # at the first nothing was trained and nothing played
+            results = [g.result for g in outcome.games if (g.contender, g.at) == (contender.name, point.at)]
+            strength = Evaluation(level=race.games.level, results=tuple(results)).summary()
+            for name in ("seconds", "games_per_s"):  # of the games of one checkpoint alone there is no such time
+                del strength[name]
+            found[contender.name].append(Standing(point=point, strength=strength))
+    return found
+
+
+def reached_at(path: Sequence[Standing], target: Target) -> float | None:
+    """Seconds of training from which on the target is reached at every checkpoint; None for never.
+
+    Between the checkpoint before and this one it was reached at some time that the grid does not tell.
+    """
+    since = None
+    for standing in path:
+        enough = standing.strength[target.figure] >= target.least(standing.strength["games"])
+        if not enough:
+            since = None
+        elif since is None:
+            since = standing.point.seconds
+    return since
+
+
+def crossings(table: Mapping[str, Sequence[Standing]]) -> list[dict[str, Any]]:
+    """For every contender and target from when on it is reached: {"contender", "target", "seconds"}."""
+    found = []
+    for name, path in table.items():
+        for target in TARGETS:
+            words = target.words(path[0].strength["games"])
+            found.append({"contender": name, "target": words, "seconds": reached_at(path, target)})
+    return found
+
+
+def make_record(race: Race, table: Mapping[str, Sequence[Standing]]) -> Record:
+    """The race as a record: a contender's speed, and curves of its strength."""
+    config = race.contenders[0].config
+    device = torch.device(config.device)
+    cuda = device.type == "cuda"
+    curves: list[dict[str, Any]] = []
+    for name, path in table.items():
+        curves += [_curve(name, path, figure) for figure in ("wins", "ko")]
+        curves.append({"figure": "race", "name": name, "points": [standing.to_json() for standing in path]})
+    curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
+    curves.append({"figure": "setting", "name": "setting", **race.to_json(), "games_while": "training had ended"})
+    return Record(
+        kind="race",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        git=git_revision(),
+        card=torch.cuda.get_device_name(device) if cuda else "CPU",
+        gpus=1 if cuda else 0,
+        versions=versions(monitor(device)),
+        workload=WorkloadInfo(
+            name=config.data, batch=config.batch, context=config.window.context, precision=config.precision
+        ),
+        contenders=[_speed(name, path) for name, path in table.items()],
+        curves=curves,
+    )
+
+
+def _curve(name: str, path: Sequence[Standing], figure: str) -> dict[str, Any]:
+    """Share of the games against seconds of training, in the form that reports draw."""
+    rows = [standing.strength for standing in path]
+    return {
+        "figure": "strength",
+        "name": f"{name}: {'won' if figure == 'wins' else 'by knockout'}",
+        "x": [standing.point.seconds for standing in path],
+        "y": [row[figure] / row["games"] for row in rows],
+        "low": [row["intervals"][figure][0] / row["games"] for row in rows],
+        "high": [row["intervals"][figure][1] / row["games"] for row in rows],
+        "x_label": "seconds of training",
+        "y_label": "share of games",
+    }
+
+
+def _speed(name: str, path: Sequence[Standing]) -> ContenderResult:
+    last = path[-1].point
+    return ContenderResult(
+        name=name,
+        tokens_per_s=last.tokens / last.seconds,
+        windows_per_s=last.samples / last.seconds,
+        step_ms=1e3 * last.seconds / last.steps,
+        first_step_s=last.setup_s,
+    )

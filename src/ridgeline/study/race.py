@@ -1,0 +1,255 @@
+"""The race: contenders train for the same time on the same data and are judged by playing games on the way.
+
+A race has two parts. First each contender trains alone on its device, by the clock (`ridgeline.study.clocked`), and
+leaves checkpoints; with several cards as many train at the same time. Then all games of all checkpoints are played, in
+processes that have the machine to themselves. So no game ever slows a training down, and the other way round.
+
+    RACE/race.json               what is raced
+    RACE/CONTENDER/config.toml   see ridgeline.train.state
+    RACE/CONTENDER/points.jsonl  a line a checkpoint
+    RACE/CONTENDER/at-…s         the checkpoints
+    RACE/games.jsonl             a line a game
+    RACE/record.json             the record for a report, at the end
+
+Called again with the same arguments, it goes on after the last checkpoint and the last group of games.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ridgeline import checkpoint
+from ridgeline.errors import ConfigError, RidgelineError
+from ridgeline.games.parallel import run_parallel
+from ridgeline.models.reader import read
+from ridgeline.play import GameResult, load_player
+from ridgeline.play.evaluate import Job, groups, play_jobs
+from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, train_on_clock
+from ridgeline.study.racers import Contender
+from ridgeline.train.config import AUTO
+from ridgeline.train.guards import writing
+from ridgeline.train.settings import to_dict
+
+FORMAT = 1
+RACE, GAMES = "race.json", "games.jsonl"
+SETUP_SECONDS = 900.0  # that a training process may be silent: it compiles, and other contenders may do so beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Games:
+    """Which games are played at each checkpoint.
+
+    Attributes:
+        count: how many.
+        level: strength of the opponent.
+        temperature: 1 samples from the policy, 0 takes the most likely class of each head.
+        first_seed: of the games; all checkpoints play the same.
+        device: where the policies compute at play; "auto" for where each was trained.
+        cache: what they keep between decisions; see ridgeline.play.player.Player.
+    """
+
+    count: int
+    level: int
+    temperature: float
+    first_seed: int
+    device: str
+    cache: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Race:
+    """What is raced.
+
+    Attributes:
+        contenders: who takes part.
+        grid: times of checkpoints in seconds of training: 0 first, the end last.
+        games: what each plays at each of them but the first.
+        fingerprint: of the data.
+    """
+
+    contenders: tuple[Contender, ...]
+    grid: tuple[float, ...]
+    games: Games
+    fingerprint: str
+
+    def to_json(self) -> dict[str, Any]:
+        """What `race.json` holds."""
+        return {
+            "format": FORMAT,
+            "contenders": {contender.name: to_dict(contender.config) for contender in self.contenders},
+            "grid": list(self.grid),
+            "games": asdict(self.games),
+            "fingerprint": self.fingerprint,
+        }
+
+
+class Played(NamedTuple):
+    """A game of a race: whose, at which time of the grid, and how it ended."""
+
+    contender: str
+    at: float
+    result: GameResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a race came to: by contender its points, and all games."""
+
+    points: dict[str, list[Point]]
+    games: list[Played]
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Whom to tell how a race goes.
+
+    Attributes:
+        trained: called with a contender's name and each of its points.
+        played: called with the number of games that are played, and of all.
+    """
+
+    trained: Callable[[str, Point], object] = lambda name, point: None
+    played: Callable[[int, int], object] = lambda done, total: None
+
+
+def open_race(race: Race, folder: Path) -> None:
+    """Make the folder of a race, or find the same race in it.
+
+    Raises:
+        ConfigError: the folder holds something else, or another race: says in what it differs.
+    """
+    file = folder / RACE
+    if file.exists():
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is damaged ({error}); choose another --out") from error
+        other = checkpoint.differences(before, race.to_json())
+        if other:
+            raise ConfigError(f"{folder} holds another race ({other}); choose another --out, or ask for the same race")
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and holds no race; choose another --out")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = file.with_suffix(".partial")
+        aside.write_text(json.dumps(race.to_json(), indent=1), encoding="utf-8")
+        os.replace(aside, file)
+
+
+def run_race(
+    race: Race,
+    folder: Path,
+    *,
+    threads: int,
+    processes: int,
+    timeout: float,
+    watcher: Watcher | None = None,
+) -> Outcome:
+    """Train and play, or go on with it.
+
+    Args:
+        race: what is raced.
+        folder: opened by `open_race`.
+        threads: that a training computes with on the CPU.
+        processes: that play at a time.
+        timeout: seconds without a decision after which a playing process counts as hung.
+        watcher: whom to tell how it goes.
+
+    Raises:
+        WorkerError: a process died or hung, or a game did not end; what was finished is kept.
+        RidgelineError: a contender cannot be trained or cannot play.
+    """
+    watcher = watcher or Watcher()
+    for name, point in _train(race, folder, threads):
+        watcher.trained(name, point)
+    points = {contender.name: read_points(folder / contender.folder) for contender in race.contenders}
+    return Outcome(points=points, games=_play(race, folder, processes, timeout, watcher.played))
+
+
+def _train(race: Race, folder: Path, threads: int) -> Iterator[tuple[str, Point]]:
+    """The points as they are reached, those of earlier calls first."""
+    waiting = []
+    for contender in race.contenders:
+        done = read_points(folder / contender.folder)
+        yield from ((contender.name, point) for point in done)
+        if len(done) < len(race.grid):
+            waiting.append(contender)
+    for side_by_side in _rounds(waiting):
+        tasks = [Task(to_dict(c.config), str(folder / c.folder), race.grid, threads) for c in side_by_side]
+        names = [f"the training of {contender.name}" for contender in side_by_side]
+        trained = run_parallel(train_on_clock, tasks, processes=len(tasks), timeout=SETUP_SECONDS, names=names)
+        for index, point in trained:
+            if point is not None:
+                yield side_by_side[index].name, point
+
+
+def _rounds(waiting: Sequence[Contender]) -> Iterator[list[Contender]]:
+    """Who trains at the same time, each in a fresh process: one a device."""
+    left = list(waiting)
+    while left:
+        by_device = {contender.config.device: contender for contender in reversed(left)}
+        side_by_side = [contender for contender in left if by_device[contender.config.device] is contender]
+        left = [contender for contender in left if contender not in side_by_side]
+        yield side_by_side
+
+
+def _play(
+    race: Race, folder: Path, processes: int, timeout: float, report: Callable[[int, int], object]
+) -> list[Played]:
+    """All games; those of groups that an earlier call finished are taken from the file."""
+    wanted, seen = race.games, read_games(folder / GAMES)
+    kept: list[Played] = []
+    jobs: list[Job] = []
+    whose: list[tuple[Contender, float]] = []
+    for contender in race.contenders:
+        for at in race.grid[1:]:  # untrained, a policy presses buttons at random
+            path = folder / contender.folder / checkpoint_name(at)
+            device = contender.config.device if wanted.device == AUTO else wanted.device
+            load = partial(load_player, path, device, wanted.cache)
+            for seeds in groups(wanted.count, wanted.first_seed):
+                finished = [seen.get((contender.name, at, seed)) for seed in seeds]
+                if all(finished):
+                    kept += [played for played in finished if played]
+                else:
+                    name = f"{contender.name} at {at:g} s"
+                    jobs.append(Job(load, seeds, wanted.level, wanted.temperature, name))
+                    whose.append((contender, at))
+    total = len(race.contenders) * len(race.grid[1:]) * wanted.count
+    report(len(kept), total)
+    with writing(folder), (folder / GAMES).open("a", encoding="utf-8") as stream:
+        for index, result in play_jobs(jobs, processes=processes, timeout=timeout):
+            contender, at = whose[index]
+            kept.append(Played(contender.name, at, result))
+            stream.write(json.dumps({"contender": contender.name, "at": at, **asdict(result)}) + "\n")
+            stream.flush()
+            report(len(kept), total)
+    return sorted(kept, key=lambda played: (played.contender, played.at, played.result.seed))
+
+
+def read_games(file: Path) -> dict[tuple[str, float, int], Played]:
+    """The games of a file by contender, time and seed; of two alike the later one. A line cut off does not count.
+
+    Raises:
+        RidgelineError: the file is damaged.
+    """
+    if not file.exists():
+        return {}
+    found = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            continue
+        try:
+            values = json.loads(line)
+            contender, at = str(values.pop("contender")), float(values.pop("at"))
+            result = read(GameResult, values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RidgelineError(f"line {number} of {file} is no game ({error}); delete that line") from error
+        found[contender, at, result.seed] = Played(contender, at, result)
+    return found

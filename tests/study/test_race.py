@@ -1,0 +1,201 @@
+"""Races: the clock, what is taken back, going on, who is strong from when on."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+
+from ridgeline import checkpoint
+from ridgeline.data import api
+from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError, WorkerError
+from ridgeline.games.boxing import archive
+from ridgeline.play import GameResult
+from ridgeline.records import from_json, read_record, to_json, write_record
+from ridgeline.study import clocked, race
+from ridgeline.study.clocked import Point, Task, checkpoint_name, grid_until, read_points, train_on_clock
+from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at, standings
+from ridgeline.study.race import Games, Race, Watcher, open_race, read_games, run_race
+from ridgeline.study.racers import find_racers
+from ridgeline.train.settings import to_dict
+
+SMALL = "boxing+layers=1+width=32+heads=2+window.context=8+context=8+batch=8"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    few = sorted(archive.load(), key=lambda game: len(game.labels))[:3]
+    api.prepare_boxing(folder / "set", archive.save(folder / "few.xz", few), processes=1)
+    return api.load_dataset(folder / "set")
+
+
+def racers(data, *words, minutes=0.02):
+    settings = {"data": str(data.path), "minutes": minutes, "device": "cpu", "precision": "auto"}
+    return find_racers(words, data, settings)
+
+
+def make_race(data, *words, count=1, minutes=0.02, grid=(0.5,)):
+    games = Games(count=count, level=0, temperature=1.0, first_seed=5_000, device="cpu", cache="exact")
+    contenders = racers(data, *words, minutes=minutes)
+    return Race(contenders=contenders, grid=grid_until(60 * minutes, grid), games=games, fingerprint=data.fingerprint)
+
+
+def test_contenders_carry_engine_and_seed(data):
+    one, two = racers(data, SMALL, f"{SMALL}:compile:7")
+    assert (one.config.engine, one.config.seed, two.config.engine, two.config.seed) == ("eager", 0, "compile", 7)
+    assert (one.config.model.decoder.width, one.config.minutes, one.config.steps) == (32, 0.02, None)
+    assert one.folder != two.folder
+    assert "/" not in two.folder + one.folder
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "says"),
+    [
+        ([], ConfigError, "a race needs contenders"),
+        (["boxin"], ConfigError, "unknown preset 'boxin'; did you mean boxing"),
+        (["boxing:bset"], ConfigError, "unknown engine 'bset'; did you mean best"),
+        (["boxing:eager:x"], ConfigError, "is no contender"),
+        (["boxing:eager:1:2"], ConfigError, "is no contender"),
+        (["boxing", "boxing"], ConfigError, "boxing takes part twice; give it another seed"),
+        (["boxing:graph"], UnsupportedError, "needs a GPU"),
+        (["nowhere.toml"], ConfigError, "cannot be read"),
+    ],
+)
+def test_contenders_that_cannot_be(data, words, error, says):
+    with pytest.raises(error, match=says):
+        racers(data, *words)
+
+
+def test_more_cards_than_there_are_are_refused(data):
+    with pytest.raises(ConfigError, match="gpus must be 1"):
+        find_racers(["boxing"], data, {"data": str(data.path), "minutes": 1.0}, gpus=torch.cuda.device_count() + 2)
+
+
+def test_the_grid_begins_at_zero_and_ends_with_the_training():
+    assert grid_until(60.0, (30, 10, 10, 60, 90)) == (0.0, 10.0, 30.0, 60.0)
+
+
+def test_training_by_the_clock_leaves_checkpoints_and_goes_on(data, tmp_path):
+    (contender,) = racers(data, SMALL)
+    task = Task(to_dict(contender.config), str(tmp_path / "one"), (0.0, 0.4, 0.8, 1.2), 1)
+    training = train_on_clock(task)
+    seen = []
+    while len(seen) < 2:  # and then it is stopped
+        point = next(training)
+        seen += [point] if point else []
+    training.close()
+    assert [point.at for point in seen] == [0.0, 0.4]
+    seen += [point for point in train_on_clock(task) if point]
+    assert [point.at for point in seen] == [0.0, 0.4, 0.8, 1.2]
+    assert seen == read_points(tmp_path / "one")
+    for before, after in itertools.pairwise(seen):
+        assert after.at <= after.seconds < after.at + 0.4
+        assert before.steps < after.steps
+        assert after.tokens == 8 * after.samples == 64 * after.steps
+    assert seen[-1].val_loss < seen[0].val_loss
+    assert seen[0].train_loss is None
+    saved = checkpoint.load(tmp_path / "one" / checkpoint_name(1.2))
+    assert (saved.meta["step"], saved.meta["data"]["position"]) == (seen[-1].steps, seen[-1].samples)
+
+
+def test_the_steps_that_prepare_are_taken_back(data, tmp_path):
+    (contender,) = racers(data, f"{SMALL}:eager:3")
+    run = clocked._Clocked(contender.config, tmp_path)
+    run.leave(0.0)
+    before = checkpoint.load(tmp_path / checkpoint_name(0.0))
+    run.prepare(before.path)
+    assert run.setup_s > 0
+    assert run.batches.position == 0
+    for name, tensor in before.group("model").items():
+        assert (run.model.state_dict()[name] == tensor).all()
+    assert not run.step.metrics() or run.progress.step == 0
+    run.leave(0.0)
+    again = checkpoint.load(before.path)
+    assert again.tensors.keys() == before.tensors.keys()
+    assert all((again.tensors[name] == tensor).all() for name, tensor in before.tensors.items())
+
+
+def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
+    ours = make_race(data, SMALL, f"{SMALL}:eager:1", grid=())
+    open_race(ours, tmp_path)
+
+    def dies(jobs, **settings):
+        yield 0, GameResult(seed=5_000, level=0, dealt=3, taken=1, knockout=0, steps=9, decision_s=0.1)
+        raise WorkerError("the process died")
+
+    monkeypatch.setattr(race, "play_jobs", dies)
+    with pytest.raises(WorkerError, match="died"):
+        run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
+    monkeypatch.undo()
+    counts, points = [], []
+    watcher = Watcher(lambda name, point: points.append(point), lambda done, total: counts.append((done, total)))
+    open_race(ours, tmp_path)
+    outcome = run_race(ours, tmp_path, threads=1, processes=1, timeout=60, watcher=watcher)
+    assert counts == [(1, 2), (2, 2)]
+    assert len(points) == 4
+    assert [(game.contender, game.at, game.result.seed) for game in outcome.games] == [
+        (contender.name, 1.2, 5_000) for contender in sorted(ours.contenders, key=lambda c: c.name)
+    ]
+    assert outcome.games[0].result.dealt == 3  # the game that was finished before the other was lost
+    again = run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
+    assert again == outcome
+    table = standings(ours, outcome)
+    record = read_record(write_record(make_record(ours, table), tmp_path / "record.json"))
+    assert from_json(to_json(record)) == record
+    assert [entry.name for entry in record.contenders] == [contender.name for contender in ours.contenders]
+    strength = [curve for curve in record.curves if curve["figure"] == "strength"]
+    assert [len(curve["x"]) for curve in strength] == [1] * 4
+
+
+def test_a_folder_of_something_else_is_refused(data, tmp_path):
+    ours = make_race(data, SMALL)
+    open_race(ours, tmp_path / "a")
+    open_race(ours, tmp_path / "a")
+    other = dataclasses.replace(ours, games=dataclasses.replace(ours.games, level=3))
+    with pytest.raises(ConfigError, match=r"holds another race \(games.level expected 3, got 0\)"):
+        open_race(other, tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "letter.txt").write_text("dear")
+    with pytest.raises(ConfigError, match="holds no race"):
+        open_race(ours, tmp_path / "b")
+    (tmp_path / "a" / "race.json").write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        open_race(ours, tmp_path / "a")
+
+
+def test_damaged_files_are_named(tmp_path):
+    (tmp_path / "games.jsonl").write_text('{"contender": "a"}\n')
+    with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
+        read_games(tmp_path / "games.jsonl")
+    (tmp_path / clocked.POINTS).write_text('{"at": 0.0}\n')
+    with pytest.raises(RidgelineError, match="is damaged"):
+        read_points(tmp_path)
+    line = {"contender": "a", "at": 1.0, "seed": 3, "level": 0, "dealt": 2, "taken": 1, "knockout": 0, "steps": 5}
+    (tmp_path / "games.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line)[:20])  # the second was cut off
+    assert list(read_games(tmp_path / "games.jsonl")) == [("a", 1.0, 3)]
+
+
+def path_of(*wins):
+    point = Point(at=0.0, seconds=0.0, steps=1, samples=1, tokens=1, train_loss=0.5, val_loss=0.5, setup_s=0.0)
+    return [
+        Standing(
+            point=dataclasses.replace(point, at=10.0 * place, seconds=10.0 * place + 1),
+            strength={"wins": won, "ko": won // 2, "games": 30},
+        )
+        for place, won in enumerate(wins, start=1)
+    ]
+
+
+def test_a_target_is_reached_from_when_on_it_holds():
+    wins, ko = TARGETS
+    assert (wins.least(30), ko.least(30), wins.least(10), ko.least(1)) == (26, 27, 9, 1)
+    assert reached_at(path_of(3, 26, 30), wins) == 21
+    assert reached_at(path_of(27, 25, 26), wins) == 31  # it had fallen back
+    assert reached_at(path_of(30, 30, 25), wins) is None
+    rows = crossings({"a": path_of(3, 26, 30)})
+    assert rows == [
+        {"contender": "a", "target": "26 of 30 won", "seconds": 21},
+        {"contender": "a", "target": "27 of 30 by knockout", "seconds": None},
+    ]
