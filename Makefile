@@ -17,7 +17,7 @@ $(VENV)/.base: constraints.txt pyproject.toml
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) -e '.[games,dev]'
+	$(PIP) -e '.[games,melee,dev]'
 	touch $@
 
 demo: $(VENV)/.base

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,8 +21,10 @@ OWN = {  # what each kind of source listens to, beside SHARED
     "pystdlib": set(),
     "boxing": {"file", "processes", "demonstrate", "first_seed", "expert", "levels"},
     "boxing-visible": {"file", "processes"},
+    "melee": {"folder", "processes", "buttons", "shoulder", "character", "stage", "min_version"},
 }
 TEXT = {"kind"}
+TOLD = 20  # refused replays that are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +38,15 @@ class Options:
       tenth game is held out. With --demonstrate N an expert first plays N games into --file. The look-ahead expert is
       privileged: it tries every controller on a copy of the emulator before it decides, which no policy can.
     - boxing-visible: the same games, only what the screen shows.
+    - melee FOLDER: the Slippi replays (.slp) in a folder and those in it; one that was interrupted is gone on with.
+      Each human player of each game is imitated; every tenth game is held out. See docs/melee.md.
 
-    With --json the last line describes the data set: name, path, kind, its sizes and its fingerprint.
+    With --json the last line describes the data set: name, path, kind, its sizes and its fingerprint; for melee
+    {"games", "frames", "windows", "frames_per_s", "refused": [{"file", "reason"}], "path"}.
 
     Attributes:
         source: a file or one of the names above.
+        folder: of Melee replays.
         out: folder of the data set, which must not exist; the cache without it.
         kind: how to read a file: bytes, characters, tokens, or auto for what it looks like.
         file: the original tinyshakespeare, or a file of Boxing demonstrations.
@@ -49,11 +55,17 @@ class Options:
         expert: who plays them: look-ahead or scripted.
         levels: difficulties 0 to 3 to cycle through; without them a mix, half of them at 0.
         processes: games at a time; without it one a processor.
+        buttons: classes of Melee's buttons: 5 (without L and R), 6, or 7 (with A and L together).
+        shoulder: predict Melee's analog shoulder too.
+        character: of Melee, whose players are imitated; without it all.
+        stage: of Melee, the only one; without it all that tournaments allow.
+        min_version: lowest version of the replay format, such as 3.8; without it 2.1, the oldest that can be used.
         json: print one JSON object as the last line.
     """
 
     source: Annotated[str, Positional, arg(metavar="SOURCE")]
-    out: Path | None = None
+    folder: Annotated[Path | None, Positional, arg(metavar="[FOLDER]")] = None
+    out: Annotated[Path | None, arg(aliases=["-o"])] = None
     kind: str = "auto"
     file: Path | None = None
     demonstrate: int | None = None
@@ -61,6 +73,11 @@ class Options:
     expert: str = "look-ahead"
     levels: Annotated[tuple[int, ...], arg(help_behavior_hint="(default: a mix)")] = ()
     processes: int | None = None
+    buttons: int = 6
+    shoulder: Flag = False
+    character: str | None = None
+    stage: str | None = None
+    min_version: str | None = None
     json: Flag = False
 
 
@@ -68,7 +85,12 @@ def run(arguments: Sequence[str]) -> int:
     """Prepare a data set and describe it."""
     options = parse(Options, arguments, "data")
     _check(options)
-    emit(_prepare(options), as_json=options.json, title="data set")
+    result = _prepare(options)
+    refused = result.get("refused")
+    if refused is not None and not options.json:
+        _tell_refused(refused)
+        result = {**result, "refused": len(refused)}
+    emit(result, as_json=options.json, title="data set")
     return 0
 
 
@@ -78,8 +100,10 @@ def _check(options: Options) -> None:
     given = [field.name for field in fields(options) if field.name not in known]
     useless = [name for name in given if getattr(options, name) != getattr(Options(source=""), name)]
     if useless:
-        flag = useless[0].replace("_", "-")
-        raise ConfigError(f"--{flag} means nothing to the source {options.source}; leave it out")
+        flag = "FOLDER" if useless[0] == "folder" else f"--{useless[0]}".replace("_", "-")
+        raise ConfigError(f"{flag} means nothing to the source {options.source}; leave it out")
+    if options.source == "melee" and options.folder is None:
+        raise ConfigError("melee needs the folder of the replays: ridgeline data melee FOLDER")
     if options.demonstrate is not None and options.file is None:
         raise ConfigError("--demonstrate needs --file, the file of JSON lines (.jsonl) to play the games into")
     if options.out is not None:
@@ -94,6 +118,8 @@ def _prepare(options: Options) -> dict[str, Any]:
             return api.prepare_pystdlib(options.out)
         case "boxing" | "boxing-visible":
             return _boxing(options)
+        case "melee":
+            return _melee(options)
         case source if source and not shards.exists(Path(source)):
             return api.load_dataset(source).summary()  # which says what is near
         case source:
@@ -111,6 +137,31 @@ def _boxing(options: Options) -> dict[str, Any]:
             processes=options.processes,
             progress=counter(progress, "replaying"),
         )
+
+
+def _melee(options: Options) -> dict[str, Any]:
+    assert options.folder is not None
+    with bar() as progress:
+        return api.prepare_melee(
+            options.folder,
+            options.out,
+            buttons=options.buttons,
+            shoulder=options.shoulder,
+            character=options.character,
+            stage=options.stage,
+            min_version=options.min_version,
+            processes=options.processes,
+            progress=counter(progress, "reading replays"),
+        )
+
+
+def _tell_refused(refused: Sequence[Mapping[str, str]]) -> None:
+    """The replays that are not in the data set, on standard error."""
+    console = Console(stderr=True, soft_wrap=True)
+    for entry in refused[:TOLD]:
+        console.print(f"refused {entry['file']}: {entry['reason']}", highlight=False, markup=False)
+    if len(refused) > TOLD:
+        console.print(f"… and {len(refused) - TOLD} more; --json lists all")
 
 
 def _demonstrate(options: Options, count: Callable[[int, int], None]) -> None:

@@ -19,8 +19,9 @@ from ridgeline.data import games, shards, sources, text
 from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
 from ridgeline.errors import DataError, nearest
+from ridgeline.games.parallel import count_processes
 
-NAMES = ("tinyshakespeare", "pystdlib", "boxing", "boxing-visible")
+NAMES = ("tinyshakespeare", "pystdlib", "boxing", "boxing-visible", "melee")
 
 
 def prepare_text(source: str | Path, out: str | Path | None = None, kind: str = "auto") -> dict[str, Any]:
@@ -94,6 +95,41 @@ def prepare_boxing(
     return load_dataset(folder).summary()
 
 
+def prepare_melee(
+    source: str | Path,
+    out: str | Path | None = None,
+    *,
+    buttons: int = 6,
+    shoulder: bool = False,
+    character: str | None = None,
+    stage: str | None = None,
+    min_version: str | None = None,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Prepare the Melee replays (.slp) of a folder and of those in it.
+
+    Args:
+        source: the folder.
+        out: folder of the data set; None for `melee` in the cache, where `load_dataset("melee")` finds it.
+        buttons: classes of the buttons: 5 (without L and R), 6, or 7 (with A and L together).
+        shoulder: whether the analog shoulder is predicted too.
+        character: name of the character whose players are imitated; None for all.
+        stage: name of the only stage; None for all that tournaments allow.
+        min_version: the lowest version of the replay format; None for the oldest that can be used.
+        processes: replays that are read at a time; None for as many as there are processors.
+        progress: called with the number of replays that are done with, and of all.
+
+    Returns:
+        For JSON: see `ridgeline.data.melee.prepare.prepare`.
+    """
+    from ridgeline.data.melee import prepare, take
+
+    choice = take.choose(buttons=buttons, shoulder=shoulder, character=character, stage=stage, min_version=min_version)
+    folder = Path(out) if out else sources.cache() / prepare.NAME
+    return prepare.prepare(Path(source), folder, choice, processes=count_processes(processes), progress=progress)
+
+
 def load_dataset(name: str | Path) -> TextData | GameData:
     """Find a data set, and prepare it in the cache where that has to be done first.
 
@@ -112,7 +148,13 @@ def load_dataset(name: str | Path) -> TextData | GameData:
     if not str(name):
         raise DataError("the name of the data is empty; give a data set's name or folder, or a text file")
     path = Path(name)
-    if str(name) in prepare:
+    if str(name) == "melee" and not path.exists():
+        path = sources.cache() / "melee"
+        if not shards.exists(path):
+            raise DataError(
+                "replays of Melee do not ship with the package; prepare yours with `ridgeline data melee FOLDER`"
+            )
+    elif str(name) in prepare:
         path = Path(prepare[str(name)]()["path"])
     elif shards.exists(path) and not path.is_dir():
         path = Path(prepare_text(path)["path"])

@@ -6,7 +6,6 @@ their checksums and seen through the features; the result is kept, so that this 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ridgeline.games.boxing.demos import FIRST_EVALUATION_SEED, Demonstration
 from ridgeline.games.boxing.experts import expert
 from ridgeline.games.boxing.features import FEATURES_VERSION
 from ridgeline.games.boxing.game import LEVELS
+from ridgeline.games.parallel import count_processes
 
 
 def write(
@@ -47,7 +47,7 @@ def write(
         ConfigError: fewer than one process.
         MissingExtraError: there is something to replay and no emulator.
     """
-    workers = _workers(processes)
+    workers = count_processes(processes)
     if out is not None:
         shards.check_new(out)
     file = source or archive.SHIPPED
@@ -103,19 +103,8 @@ def demonstrate(
     wrong = [level for level in levels or () if level not in LEVELS]
     if wrong:
         raise ConfigError(f"Boxing has the levels {', '.join(map(str, LEVELS))}, got {wrong[0]}")
-    seeds, workers = range(first_seed, first_seed + count), _workers(processes)
+    seeds, workers = range(first_seed, first_seed + count), count_processes(processes)
     return generate.generate(file, seeds, expert(player), processes=workers, levels=levels, progress=progress)
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _workers(processes: int | None) -> int:
-    if processes is not None and processes < 1:
-        raise ConfigError(f"processes must be at least 1, got {processes}")
-    return processors() if processes is None else processes
 
 
 def _read(file: Path) -> list[Demonstration]:

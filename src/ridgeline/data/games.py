@@ -55,14 +55,15 @@ class GameData:
     provenance: list[dict[str, Any]]
 
     def summary(self) -> dict[str, Any]:
-        """What `ridgeline data` prints."""
+        """What `ridgeline data` prints; tables that show one game to each of its players count as one game."""
+        game_of = [origin.get("replay", index) for index, origin in enumerate(self.provenance)]
         return {
             "name": self.name,
             "path": str(self.path),
             "kind": "games",
             "game": self.game,
-            "games": len(self.offsets) - 1,
-            "held_out": len(self.held_out),
+            "games": len(set(game_of)),
+            "held_out": len({game_of[table] for table in self.held_out}),
             "frames": len(self.numbers),
             "features": self.features,
             "fingerprint": self.fingerprint,
@@ -121,19 +122,35 @@ def write(
     _check_classes("controller", arrays["controller"], classes)
     _check_classes("target", arrays["target"], classes)
     _check_classes("categories", arrays["categories"], [rows for _, rows, columns in groups for _ in range(columns)])
-    arrays["offsets"] = np.cumsum([0, *map(len, tables)], dtype=np.int64)
+    arrays["offsets"] = offsets = np.cumsum([0, *map(len, tables)], dtype=np.int64)
     arrays["held_out"] = held_out
-    meta = {
+    meta = describe(
+        name=name, game=game, heads=heads, groups=groups, features=features, provenance=provenance, offsets=offsets
+    )
+    return (shards.write_once if once else shards.write)(folder, "games", arrays, meta)
+
+
+def describe(
+    *,
+    name: str,
+    game: str,
+    heads: Sequence[tuple[str, int]],
+    groups: Sequence[tuple[str, int, int]],
+    features: dict[str, Any],
+    provenance: Sequence[dict[str, Any]],
+    offsets: NDArray[np.int64],
+) -> dict[str, Any]:
+    """What a data set of games says of itself in meta.json; see `write` for the arguments and GameData for offsets."""
+    return {
         "name": name,
         "game": game,
-        "games": len(tables),
-        "frames": int(arrays["offsets"][-1]),
+        "games": len(offsets) - 1,
+        "frames": int(offsets[-1]),
         "heads": list(heads),
         "groups": list(groups),
         "features": features,
         "provenance": list(provenance),
     }
-    return (shards.write_once if once else shards.write)(folder, "games", arrays, meta)
 
 
 def open_games(data: shards.Shards) -> GameData:

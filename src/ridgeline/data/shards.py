@@ -70,14 +70,8 @@ def write(folder: str | Path, kind: str, arrays: Mapping[str, NDArray[Any]], met
     except OSError as error:
         raise DataError(f"cannot write {folder}: {error.strerror}; choose another folder") from error
     try:
-        entries = {name: _write_array(aside, name, array) for name, array in arrays.items()}
-        head = {"format": FORMAT, "schema": SCHEMA, "kind": kind, "package": ridgeline.__version__}
-        with (aside / META).open("w", encoding="utf-8") as stream:
-            json.dump(head | dict(meta) | {"arrays": entries}, stream, indent=1, ensure_ascii=False)
-            stream.flush()
-            os.fsync(stream.fileno())
-        aside.chmod(0o755)
-        aside.rename(folder)
+        entries = {name: write_array(aside, name, array) for name, array in arrays.items()}
+        seal(aside, folder, kind, entries, meta)
     except OSError as error:
         check_new(folder)
         raise DataError(f"cannot write {folder}: {error.strerror}; free space or choose another folder") from error
@@ -85,6 +79,46 @@ def write(folder: str | Path, kind: str, arrays: Mapping[str, NDArray[Any]], met
         if aside.exists():
             shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def seal(aside: Path, folder: Path, kind: str, entries: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    """Vouch for a folder of arrays with its meta.json and rename it to `folder`.
+
+    Args:
+        aside: a folder in the same one as `folder`, which holds the arrays.
+        folder: must not exist.
+        kind: see `write`.
+        entries: name → what `write_array` or `entry` says of the array.
+        meta: see `write`.
+
+    Raises:
+        OSError: it cannot be written or renamed.
+    """
+    head = {"format": FORMAT, "schema": SCHEMA, "kind": kind, "package": ridgeline.__version__}
+    with (aside / META).open("w", encoding="utf-8") as stream:
+        json.dump(head | dict(meta) | {"arrays": dict(entries)}, stream, indent=1, ensure_ascii=False)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.chmod(0o755)
+    aside.rename(folder)
+
+
+def write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
+    """Write an array to NAME.npy and say for meta.json what is there."""
+    file = folder / f"{name}.npy"
+    with file.open("wb") as stream:
+        # not np.save, which loses the reason why the disk takes no more
+        array = np.ascontiguousarray(array)
+        np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
+        stream.write(array.data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return entry(file, array.shape, array.dtype)
+
+
+def entry(file: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
+    """What meta.json says of an array's file."""
+    return {"file": file.name, "shape": list(shape), "dtype": dtype.str, "sha256": sha256(file)}
 
 
 def check_new(folder: Path) -> None:
@@ -145,18 +179,6 @@ def vouched(folder: Path) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{folder / META} is damaged ({error}); delete the folder and prepare it again") from error
-
-
-def _write_array(folder: Path, name: str, array: NDArray[Any]) -> dict[str, Any]:
-    file = folder / f"{name}.npy"
-    with file.open("wb") as stream:
-        # not np.save, which loses the reason why the disk takes no more
-        array = np.ascontiguousarray(array)
-        np.lib.format.write_array_header_1_0(stream, np.lib.format.header_data_from_array_1_0(array))
-        stream.write(array.data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return {"file": file.name, "shape": list(array.shape), "dtype": array.dtype.str, "sha256": sha256(file)}
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import importlib
 from ridgeline.errors import ConfigError, nearest
 from ridgeline.games.env import Game
 
-GAMES = {"boxing": "ridgeline.games.boxing.adapter"}
+GAMES = {"boxing": "ridgeline.games.boxing.adapter", "melee": "ridgeline.games.melee.adapter"}
 
 
 def game(name: str) -> Game:

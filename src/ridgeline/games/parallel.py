@@ -27,6 +27,19 @@ ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 GOODBYE_SECONDS = 5.0
 
 
+def count_processes(wanted: int | None) -> int:
+    """How many processes to use: as many as wanted, or as there are processors that this process may use.
+
+    Raises:
+        ConfigError: fewer than one.
+    """
+    if wanted is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if wanted < 1:
+        raise ConfigError(f"processes must be at least 1, got {wanted}")
+    return wanted
+
+
 @dataclass
 class _Worker:
     process: BaseProcess
@@ -60,8 +73,7 @@ def run_parallel(
         WorkerError: a process died, raised or went silent. The others are ended.
         RidgelineError: what the function raised, if it was one of these.
     """
-    if processes < 1:
-        raise ConfigError(f"processes must be at least 1, got {processes}")
+    count_processes(processes)
     labels = names or [f"task {index}" for index in range(len(tasks))]
     waiting = iter(range(len(tasks)))
     workers: list[_Worker] = []

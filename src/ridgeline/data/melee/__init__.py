@@ -1,0 +1,1 @@
+"""Melee replays as a data set: read, checked, encoded, written so that an interrupted preparation goes on."""

@@ -1,0 +1,67 @@
+"""Real replays, and variants of them that were never played."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ridgeline.games.melee.events import GAME_END, GAME_START, HEAD, Recording
+
+DATA = os.environ.get("RIDGELINE_TEST_DATA")
+REPLAYS = Path(DATA or ".") / "replays"
+needs_replays = pytest.mark.skipif(not DATA, reason="RIDGELINE_TEST_DATA is not set")
+
+SCRIPTED = REPLAYS / "falco_ditto_fd_scripted_v3.19.0.slp"
+ROLLBACK = REPLAYS / "falco_ditto_ys_rollback_v3.15.0.slp"
+FOX_DITTO = REPLAYS / "fox_ditto_bf_v3.12.0.slp"
+ONLINE = REPLAYS / "fox_marth_fd_v3.14.0.slp"
+CPU = REPLAYS / "marth_falconcpu7_fod_v3.18.0.slp"
+SHORT = REPLAYS / "fox_falco_ys_short_v3.16.0.slp"
+TINY = REPLAYS / "marth_ditto_ps_124f_v3.12.0.slp"
+TRUNCATED = REPLAYS / "truncated_corrupt.slp"
+USABLE = (SCRIPTED, ROLLBACK, FOX_DITTO, ONLINE, CPU, SHORT)
+
+# where in Game Start
+VERSION, TEAMS, STAGE, NAMES, CODES = 1, 0x0D, 0x13, 0x1A5, 0x221
+PRE, POST = 0x37, 0x38
+
+
+def player_type(port):
+    return 0x66 + 0x24 * port
+
+
+def variant(file, *, start=None, events=None):
+    """A replay's bytes with some of its Game Start replaced, {offset: bytes}, or its events mapped (None drops one)."""
+    recording = Recording.read(file)
+    parts = [recording.content[a:b] for a, b in recording.events()]
+    for offset, new in (start or {}).items():
+        parts = [part[:offset] + new + part[offset + len(new) :] if part[0] == GAME_START else part for part in parts]
+    if events:
+        parts = [made for part in parts if (made := events(part)) is not None]
+    raw = b"".join(parts)
+    return HEAD + len(raw).to_bytes(4, "big") + raw + recording.content[recording.end :]
+
+
+def without_end(part):
+    return None if part[0] == GAME_END else part
+
+
+def shifted_frames(part):
+    """Frame numbers as a training capture has them."""
+    if part[0] in (0x37, 0x38, 0x3A, 0x3B, 0x3C):
+        return part[:1] + (int.from_bytes(part[1:5], "big", signed=True) + 70_000).to_bytes(4, "big") + part[5:]
+    return part
+
+
+def changed_character(part):
+    """The first player turns from Sheik into Zelda at frame 50."""
+    if part[0] == POST and part[5] == 0:
+        late = int.from_bytes(part[1:5], "big", signed=True) >= 50
+        return part[:7] + bytes([19 if late else 7]) + part[8:]
+    return part
+
+
+def without_frame(part):
+    """Frame 7 is missing."""
+    framed = part[0] in (0x37, 0x38, 0x3A, 0x3B, 0x3C)
+    return None if framed and int.from_bytes(part[1:5], "big", signed=True) == 7 else part
