@@ -112,3 +112,17 @@ def test_a_damaged_position_is_refused(data, damage):
         with pytest.raises(CheckpointError, match="the position in the data is damaged"):
             batches.load_state_dict(damaged)
     batches.load_state_dict(state)
+
+
+def test_processes_share_every_batch_in_order(data):
+    whole = Batches(data, WINDOW, batch=6, seed=3)
+    shares = [Batches(data, WINDOW, batch=6, seed=3, rank=rank, world=3) for rank in range(3)]
+    for _ in range(4):
+        batch, parts = whole.next(), [share.next() for share in shares]
+        assert all(torch.equal(batch[name], torch.cat([part[name] for part in parts])) for name in batch)
+    assert {share.position for share in shares} == {whole.position}
+    parts = [Validation(data, WINDOW, batch=6, rank=rank, world=3) for rank in range(3)]
+    for batch, *pieces in zip(Validation(data, WINDOW, batch=6), *parts, strict=True):
+        assert all(torch.equal(batch[name], torch.cat([piece[name] for piece in pieces])) for name in batch)
+    with pytest.raises(ConfigError, match="4 processes cannot share a batch of 6"):
+        Batches(data, WINDOW, batch=6, world=4)

@@ -49,14 +49,10 @@ class Batches:
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        if batch < 1:
-            raise ConfigError(f"batch must be at least 1, got {batch}")
-        if batch % world:
-            raise ConfigError(f"{world} processes cannot share a batch of {batch}; use a multiple of {world}")
         if not 0 <= seed < 1 << 63:
             raise ConfigError(f"seed must be 0 to 2^63 − 1, got {seed}")
         self.windows = windows_of(data, window)
-        self.batch, self.rank, self.world = batch, rank, world
+        self.batch, self.rank, self.share = batch, rank, _share(batch, world)
         self.position = 0
         self._order = Order(self.windows.train_windows, seed)
 
@@ -72,8 +68,7 @@ class Batches:
             "numbers": [B, T, N], "previous": [B, T, heads], "targets": [B, T, heads]}, without categories or numbers
             where the game has none. Targets of −100 do not count.
         """
-        share = self.batch // self.world
-        index_B, word_B = self._order.at(self.position + self.rank * share, share)
+        index_B, word_B = self._order.at(self.position + self.rank * self.share, self.share)
         batch = _gather(self.windows, *self.windows.train(index_B, word_B), out)
         self.position += self.batch
         return batch
@@ -116,15 +111,17 @@ class Validation:
     Args:
         data: a text or games.
         window: what a window is.
-        batch: windows a batch (B); the last one is filled up with windows that do not count, so that every batch has
-            the same shape.
+        batch: windows a batch, in all processes together; the last one is filled up with windows that do not count, so
+            that every batch has the same shape.
+        rank: number of this process, which takes its equal share of every batch (B).
+        world: processes.
     """
 
-    def __init__(self, data: TextData | GameData, window: WindowSpec, *, batch: int) -> None:
-        if batch < 1:
-            raise ConfigError(f"batch must be at least 1, got {batch}")
+    def __init__(
+        self, data: TextData | GameData, window: WindowSpec, *, batch: int, rank: int = 0, world: int = 1
+    ) -> None:
         self.windows = windows_of(data, window)
-        self.batch = batch
+        self.batch, self.rank, self.share = batch, rank, _share(batch, world)
         self._start_N, self._count_N = self.windows.validation()
 
     @property
@@ -139,9 +136,18 @@ class Validation:
         missing = len(self) * self.batch - len(self._start_N)
         start_N = np.pad(self._start_N, (0, missing), mode="edge")
         count_N = np.pad(self._count_N, (0, missing))
-        for first in range(0, len(start_N), self.batch):
-            part = slice(first, first + self.batch)
+        for first in range(self.rank * self.share, len(start_N), self.batch):
+            part = slice(first, first + self.share)
             yield _gather(self.windows, start_N[part], count_N[part], None)
+
+
+def _share(batch: int, world: int) -> int:
+    """A process' part of a batch."""
+    if batch < 1:
+        raise ConfigError(f"batch must be at least 1, got {batch}")
+    if batch % world:
+        raise ConfigError(f"{world} processes cannot share a batch of {batch}; use a multiple of {world}")
+    return batch // world
 
 
 def _is_position(value: object) -> bool:

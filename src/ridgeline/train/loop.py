@@ -166,10 +166,12 @@ class _Run:
         check_trackers(config.track)
         world, rank = replicas.world, replicas.rank
         self.batches = Batches(data, config.window, batch=config.batch, seed=config.seed, rank=rank, world=world)
-        share = config.batch // world
-        if share % config.accumulation:
-            raise ConfigError(f"accumulation={config.accumulation} does not divide the {share} windows of a process")
-        self.validation = Validation(data, config.window, batch=share // config.accumulation)
+        if self.batches.share % config.accumulation:
+            raise ConfigError(
+                f"accumulation={config.accumulation} does not divide the {self.batches.share} windows of a process"
+            )
+        part = config.batch // config.accumulation
+        self.validation = Validation(data, config.window, batch=part, rank=rank, world=world)
         self.config, self._lanes = settle_lanes(config, self.batches, world)
         torch.manual_seed(config.seed + rank)  # masks that do not come from the step's own counter
         self.model = build_model(self.config)

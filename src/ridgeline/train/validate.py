@@ -24,19 +24,20 @@ def validate(
         validation: the held-out windows.
         device: where the model is.
         windows: look at about so many windows, in batches spread evenly over the held-out part; 0 for all.
-        replicas: the processes that share the batches, all of which get the result; None for this one alone.
+        replicas: the processes that share each batch, all of which get the result; None for this one alone.
     """
     replicas = replicas or Replicas()
     total = len(validation)
     wanted = min(total, -(-windows // validation.batch)) if windows else total
-    chosen = {index * total // wanted for index in range(wanted) if index % replicas.world == replicas.rank}
+    chosen = {index * total // wanted for index in range(wanted)}
     losses, counts = [], []
     with step.weights() as model, torch.inference_mode():
         training = model.training
         model.eval()
         for index, batch in enumerate(validation):
-            if index in chosen:
-                counts.append(int((batch["targets"] != IGNORE).sum()))
+            count = int((batch["targets"] != IGNORE).sum())
+            if index in chosen and count:
+                counts.append(count)
                 moved = {name: tensor.to(device) for name, tensor in batch.items()}
                 losses.append(model.loss(moved).double())  # type: ignore[operator]
         model.train(training)
