@@ -10,6 +10,7 @@ from ridgeline.errors import ConfigError, nearest
 
 STUDIES = {  # name → module with run(arguments), what it answers
     "race": ("ridgeline.cli.study_race", "which contender plays well soonest: strength over training time"),
+    "compare": ("ridgeline.cli.study_compare", "which model learns more: one recipe, tuned alike, several seeds"),
 }
 
 USAGE = f"""\

@@ -1,0 +1,174 @@
+"""`ridgeline study compare`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional, arg
+
+from ridgeline.cli.data import replay_shipped
+from ridgeline.cli.output import Flag, parse
+from ridgeline.data.api import load_dataset
+from ridgeline.errors import ConfigError
+from ridgeline.records import write_record
+from ridgeline.study.compare import Comparison, Plan, compare
+from ridgeline.study.comparison_record import comparison_record, rows
+from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes
+from ridgeline.study.runs import StoppedError
+from ridgeline.train.resolve import resolve
+from ridgeline.train.settings import override
+
+RECORD = "record.json"
+FACTORS = (0.5, 1.0, 2.0)  # of the first contender's learning rate, where no rates are given
+QUICK: dict[str, Any] = {"steps": 60, "eval_interval": 20, "batch": 8, "window": {"context": 64}, "eval_windows": 64}
+QUICK_SEEDS = 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Compare models: one recipe, the learning rate tuned alike for each, several seeds, held-out loss.
+
+    A contender is a preset, a TOML file of settings, or either with settings changed: gpt2-c256+norm=rmsnorm. Only
+    its model counts: data, windows, batch, optimiser, schedule and length are the first one's for all. A difference
+    counts where it is larger than the spread between seeds explains (95 % interval over pairs of equal seeds). Called
+    again with the same arguments, and --out, it goes on where it was stopped.
+
+    With --json the last line is {"folder", "record", "ngrams", "contenders": [{"contender", "parameters",
+    "learning_rate", "at_edge", "tried", "best_loss", "best_spread", "final_loss", "final_spread", "tokens_per_s",
+    "difference", …}]}: losses in nats, means over seeds.
+
+    Attributes:
+        contenders: who is compared, the first against all others.
+        each_change: also the first with each single setting of the second's decoder.
+        seeds: how often each is trained.
+        rates: learning rates each is tried with; without it half, once and twice the first contender's. One: no tuning.
+        target: held-out loss; the time to hold it over two validations is reported.
+        steps: length of every run.
+        data: what all train on; without it the first contender's.
+        batch: windows in a step.
+        context: positions in a window.
+        eval_interval: steps between validations.
+        device: where to train: cpu, cuda, cuda:N or auto.
+        engine: how a step is run; see `ridgeline train --help`.
+        precision: of training.
+        quick: a few short runs, to see that everything works.
+        out: folder of the study; without it runs/compare.
+        json: print one JSON object as the last line.
+    """
+
+    contenders: Annotated[tuple[str, ...], Positional, arg(metavar="CONTENDER…")] = ("gpt2-c256", "fast-c256")
+    each_change: Flag = False
+    seeds: int | None = None
+    rates: tuple[float, ...] | None = None
+    target: float | None = None
+    steps: int | None = None
+    data: str | None = None
+    batch: int | None = None
+    context: int | None = None
+    eval_interval: int | None = None
+    device: str | None = None
+    engine: str | None = None
+    precision: str | None = None
+    quick: Flag = False
+    out: Path = Path("runs/compare")
+    json: Flag = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compare and print."""
+    options = parse(Options, arguments, "study compare")
+    plan = _plan(options)
+    said = Console(stderr=True)
+    try:
+        result = compare(plan, options.out, said)
+    except StoppedError as stopped:
+        said.print(str(stopped), highlight=False)
+        return INTERRUPTED
+    file = write_record(comparison_record(result, next(iter(plan.configs.values()))), options.out / RECORD)
+    if options.json:
+        contenders = rows(result)
+        print(
+            json.dumps(
+                {"folder": str(options.out), "record": str(file), "ngrams": result.ngrams, "contenders": contenders}
+            )
+        )
+    else:
+        _print(result, file)
+    return 0
+
+
+def _plan(options: Options) -> Plan:
+    """The comparison that the options ask for; what cannot be is told before anything is trained."""
+    names = list(options.contenders)
+    if options.each_change:
+        if len(names) != 2:
+            raise ConfigError("--each-change lies between two contenders; name exactly two")
+        names[1:1] = [name for name in single_changes(*names) if name not in names]
+    settings = _settings(options)
+    first, *others = distinct(names)
+    configs = same_recipe({first: override(find_contender(first), settings), **{n: find_contender(n) for n in others}})
+    recipe = configs[first]
+    if recipe.total_steps is None:
+        raise ConfigError(f"{first} trains for minutes, and a comparison counts steps; set --steps")
+    if recipe.data in ("boxing", "boxing-visible"):
+        replay_shipped(recipe.data)
+    data = load_dataset(recipe.data)
+    rates = options.rates or tuple(recipe.optimizer.lr * factor for factor in FACTORS)
+    return Plan(
+        configs={name: resolve(config, data) for name, config in configs.items()},
+        rates=(recipe.optimizer.lr,) if options.quick and not options.rates else rates,
+        seeds=options.seeds if options.seeds is not None else QUICK_SEEDS if options.quick else 3,
+        target=options.target,
+    )
+
+
+def _settings(options: Options) -> Mapping[str, Any]:
+    names = ("steps", "data", "batch", "eval_interval", "device", "engine", "precision")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if options.context is not None:
+        given["window"] = {"context": options.context}
+    settings = {**(QUICK if options.quick else {"eval_windows": 0}), **given}
+    steps = settings.get("steps")
+    # a checkpoint at every validation would be most of a short run's time; they go with the run anyway
+    return {**settings, "track": [], **({"checkpoint_interval": steps} if steps else {})}
+
+
+def _print(result: Comparison, file: Path) -> None:
+    table = Table(title="held-out loss in nats, mean over seeds ± standard deviation", title_justify="left")
+    for heading in ("contender", "parameters", "rate", "lowest", "at the end", "tokens/s", "against the first"):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for row in rows(result):
+        edge = " (edge)" if row["at_edge"] else ""
+        table.add_row(
+            row["contender"],
+            f"{row['parameters']:,}",
+            f"{row['learning_rate']:g}{edge}",
+            _loss(row["best_loss"], row["best_spread"]),
+            _loss(row["final_loss"], row["final_spread"]),
+            f"{row['tokens_per_s']:,.0f}",
+            _verdict(row.get("difference")),
+        )
+    console = Console()
+    console.print(table)
+    if result.ngrams:
+        lines = ", ".join(f"{order}-gram {loss:.4f}" for order, loss in result.ngrams.items())
+        console.print(f"what counting achieves: {lines}", highlight=False)
+    console.print(f"the record is in {file}", highlight=False)
+
+
+def _loss(mean: float, spread: float | None) -> str:
+    return f"{mean:.4f}" if spread is None else f"{mean:.4f} ± {spread:.4f}"
+
+
+def _verdict(difference: Mapping[str, Any] | None) -> str:
+    if difference is None:
+        return ""
+    words = {True: "beyond the spread", False: "within the spread", None: "one seed"}[difference["beyond_spread"]]
+    return f"{difference['mean']:+.4f}, {words}"

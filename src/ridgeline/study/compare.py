@@ -1,0 +1,244 @@
+"""A comparison of models that means something: one recipe, the learning rate tuned alike, several seeds, held-out loss.
+
+Every contender is trained with the first one's data, windows, batch, optimiser, schedule and length; only the model
+differs. For each, the learning rate is chosen among the same rates by one run each with a seed that the comparison
+itself does not use, and rates are added while the best lies at an end of the list. Then every seed is trained once.
+Runs with the same seed see the same windows in the same order, so differences are taken seed by seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ridgeline.data.api import load_dataset
+from ridgeline.data.text import TextData
+from ridgeline.errors import ConfigError
+from ridgeline.study.ngram import ngram_losses
+from ridgeline.study.runs import Run, run_once
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.guards import writing
+from ridgeline.train.settings import to_dict
+
+TUNING_SEED = 1000  # above the seeds that a comparison counts
+EXTENSIONS = 2  # how often a rate is added at an end of the list
+PLAN = "plan.json"
+# two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom; beyond them the normal's is near enough
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        configs: contender → its run, alike in all but the model.
+        rates: learning rates that every contender is tried with; one alone is not tuned.
+        seeds: how many seeds each is trained with, from 0.
+        target: held-out loss whose time is taken; None for none.
+    """
+
+    configs: Mapping[str, TrainConfig]
+    rates: tuple[float, ...]
+    seeds: int = 3
+    target: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.seeds < TUNING_SEED:
+            raise ConfigError(f"seeds must be from 1 to {TUNING_SEED - 1}, got {self.seeds}")
+        if not self.rates or any(not (math.isfinite(rate) and rate > 0) for rate in self.rates):
+            raise ConfigError(f"rates must be positive learning rates, got {list(self.rates)}")
+        if len(set(self.rates)) < len(self.rates):
+            raise ConfigError(f"rates must differ, got {list(self.rates)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """One contender's result.
+
+    Attributes:
+        name: the contender.
+        parameters: of its model, trained.
+        rate: the learning rate it was given.
+        tried: held-out loss at the end by learning rate tried; None where the run diverged.
+        runs: by seed.
+    """
+
+    name: str
+    parameters: int
+    rate: float
+    tried: Mapping[float, float | None]
+    runs: tuple[Run, ...]
+
+    @property
+    def finals(self) -> list[float]:
+        """Held-out losses at the end, by seed."""
+        return [run.final for run in self.runs]
+
+    @property
+    def bests(self) -> list[float]:
+        """Lowest held-out losses, by seed."""
+        return [run.best for run in self.runs]
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether a rate beyond those tried might be better still."""
+        return len(self.tried) > 1 and self.rate in (min(self.tried), max(self.tried))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Lowest held-out loss of `name` minus that of `against`, in nats, seed by seed; with one seed no interval."""
+
+    name: str
+    against: str
+    mean: float
+    low: float | None
+    high: float | None
+
+    @property
+    def beyond(self) -> bool | None:
+        """Whether it is larger than the spread between seeds explains (95 %); None where one seed cannot say."""
+        if self.low is None or self.high is None:
+            return None
+        return self.low > 0 or self.high < 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What came out: standings in the order asked for, differences to the first, n-gram lines by order in nats."""
+
+    plan: Plan
+    standings: tuple[Standing, ...]
+    differences: tuple[Difference, ...]
+    ngrams: Mapping[int, float]
+
+
+def compare(plan: Plan, folder: Path, console: Console) -> Comparison:
+    """Run the plan in `folder`; a run that is there already is not repeated.
+
+    Raises:
+        ConfigError: the folder holds another comparison, or every rate diverged for a contender.
+        StoppedError: SIGINT; the same call goes on.
+    """
+    keep_plan(folder, _describe(plan))
+    standings = tuple(_stand(name, config, plan, folder, console) for name, config in plan.configs.items())
+    first = standings[0]
+    return Comparison(
+        plan=plan,
+        standings=standings,
+        differences=tuple(difference(other, first) for other in standings[1:]),
+        ngrams=_lines(next(iter(plan.configs.values()))),
+    )
+
+
+def difference(one: Standing, other: Standing) -> Difference:
+    """By pairs of seeds, with the 95 % interval of Student's t."""
+    pairs = [a - b for a, b in zip(one.bests, other.bests, strict=True)]
+    mean = statistics.fmean(pairs)
+    if len(pairs) < 2:
+        return Difference(name=one.name, against=other.name, mean=mean, low=None, high=None)
+    t = T95[len(pairs) - 2] if len(pairs) - 2 < len(T95) else 1.96
+    half = t * statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return Difference(name=one.name, against=other.name, mean=mean, low=mean - half, high=mean + half)
+
+
+def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
+    """Write what a study is into its folder, or hold it against what is there.
+
+    Raises:
+        ConfigError: the folder holds another study, or something else.
+    """
+    file = folder / PLAN
+    if file.exists():
+        try:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{file} is damaged; give a new folder with --out") from error
+        if kept != json.loads(json.dumps(plan)):
+            odd = sorted(
+                key for key in plan.keys() | kept.keys() if kept.get(key) != json.loads(json.dumps(plan)).get(key)
+            )
+            raise ConfigError(f"{folder} holds another study ({', '.join(odd)} differ); give a new folder with --out")
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} exists and holds no study; give a new folder with --out")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    return {
+        "kind": "compare",
+        "contenders": {name: to_dict(config) for name, config in plan.configs.items()},
+        "rates": list(plan.rates),
+        "seeds": plan.seeds,
+    }
+
+
+def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console) -> Standing:
+    def one(rate: float, seed: int) -> Run:
+        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False)
+        optimizer = dataclasses.replace(
+            config.optimizer, lr=rate, floor=config.optimizer.floor * rate / config.optimizer.lr
+        )
+        place = folder / "runs" / name.replace("/", "_") / f"lr-{rate:g}-seed-{seed}"
+        return run_once(dataclasses.replace(config, optimizer=optimizer, seed=seed), place, console)
+
+    rate, tried = (plan.rates[0], {}) if len(plan.rates) == 1 else tune(plan.rates, lambda r: one(r, TUNING_SEED))
+    if not math.isfinite(rate):
+        raise ConfigError(f"{name} diverged at every learning rate ({', '.join(map(str, tried))}); give lower --rates")
+    runs = tuple(one(rate, seed) for seed in range(plan.seeds))
+    broken = next((run.error for run in runs if run.error), None)
+    if broken:
+        raise ConfigError(f"{name} failed at learning rate {rate:g}: {broken}")
+    return Standing(name=name, parameters=_parameters(config), rate=rate, tried=tried, runs=runs)
+
+
+def tune(rates: Sequence[float], run: Callable[[float], Run]) -> tuple[float, dict[float, float | None]]:
+    """The rate with the lowest loss at the end, and the losses of all that were tried; NaN where all diverged.
+
+    While the best is the lowest or highest rate, one more is tried beyond it, at most `EXTENSIONS` times.
+    """
+    tried: dict[float, float | None] = {}
+
+    def attempt(rate: float) -> None:
+        result = run(rate)
+        tried[rate] = result.final if result.error is None and math.isfinite(result.final) else None
+
+    for rate in rates:
+        attempt(rate)
+    for _ in range(EXTENSIONS + 1):
+        finished = {rate: loss for rate, loss in tried.items() if loss is not None}
+        if not finished:
+            return math.nan, tried
+        best = min(finished, key=lambda rate: finished[rate])
+        beyond = best / 2 if best == min(tried) else best * 2 if best == max(tried) else None
+        if beyond is None or len(tried) == len(rates) + EXTENSIONS:
+            break
+        attempt(beyond)
+    return best, tried
+
+
+def _parameters(config: TrainConfig) -> int:
+    from ridgeline.models import build
+    from ridgeline.train.resolve import fit_model
+
+    model = build(fit_model(config.model, load_dataset(config.data)), impl="torch", seed=0)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _lines(config: TrainConfig) -> dict[int, float]:
+    data = load_dataset(config.data)
+    if not isinstance(data, TextData):
+        return {}
+    return ngram_losses(data.tokens[: data.train], data.tokens[data.train :], data.vocabulary.size)

@@ -1,0 +1,126 @@
+"""A comparison as a record: losses over steps and seconds, the counted lines in the same figure, and the verdicts."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from ridgeline.bench.nvml import monitor
+from ridgeline.bench.run import git_revision, versions
+from ridgeline.records import ContenderResult, Record, WorkloadInfo
+from ridgeline.study.compare import Comparison, Difference, Standing
+from ridgeline.study.runs import Point, Run
+from ridgeline.train.config import TrainConfig
+
+
+def comparison_record(result: Comparison, config: TrainConfig) -> Record:
+    """The record; `config` is the first contender's with device, precision and engine decided."""
+    device = torch.device(config.device)
+    cuda = device.type == "cuda"
+    return Record(
+        kind="study",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        git=git_revision(),
+        card=torch.cuda.get_device_name(device) if cuda else "CPU",
+        gpus=1 if cuda else 0,
+        versions=versions(monitor(device)),
+        workload=WorkloadInfo(
+            name=config.data, batch=config.batch, context=config.window.context, precision=config.precision
+        ),
+        contenders=[_speed(standing) for standing in result.standings],
+        curves=[
+            *(curve(standing) for standing in result.standings),
+            *_lines(result),
+            {"figure": "standings", "name": "standings", "rows": rows(result)},
+            {
+                "figure": "runs",
+                "name": "runs",
+                "rows": [_run(s, n, r) for s in result.standings for n, r in enumerate(s.runs)],
+            },
+        ],
+    )
+
+
+def rows(result: Comparison) -> list[dict[str, Any]]:
+    """A row a contender, for JSON; losses in nats, over seeds."""
+    found = []
+    differences: dict[str, Difference] = {d.name: d for d in result.differences}
+    for standing in result.standings:
+        row: dict[str, Any] = {
+            "contender": standing.name,
+            "parameters": standing.parameters,
+            "learning_rate": standing.rate,
+            "at_edge": standing.at_edge,
+            "tried": {f"{rate:g}": loss for rate, loss in standing.tried.items()},
+            "best_loss": statistics.fmean(standing.bests),
+            "best_spread": _spread(standing.bests),
+            "final_loss": statistics.fmean(standing.finals),
+            "final_spread": _spread(standing.finals),
+            "tokens_per_s": statistics.fmean(run.tokens_per_s for run in standing.runs),
+        }
+        if result.plan.target is not None:
+            held = [run.first_held(result.plan.target) for run in standing.runs]
+            row["reached"] = sum(point is not None for point in held)
+            row["target_s"] = statistics.fmean(p.seconds for p in held if p) if all(held) else None
+        difference = differences.get(standing.name)
+        if difference is not None:
+            row["difference"] = {
+                "against": difference.against,
+                "mean": difference.mean,
+                "low": difference.low,
+                "high": difference.high,
+                "beyond_spread": difference.beyond,
+            }
+        found.append(row)
+    return found
+
+
+def curve(standing: Standing) -> dict[str, Any]:
+    """Mean held-out loss by step with the lowest and highest seed around it; seconds are the mean's."""
+    stacked: list[tuple[Point, ...]] = list(zip(*(run.points for run in standing.runs), strict=False))
+    losses = [[point.val_loss for point in points] for points in stacked]
+    return {
+        "figure": "loss",
+        "name": standing.name,
+        "x": [points[0].step for points in stacked],
+        "y": [statistics.fmean(values) for values in losses],
+        "low": [min(values) for values in losses],
+        "high": [max(values) for values in losses],
+        "tokens": [points[0].tokens for points in stacked],
+        "seconds": [statistics.fmean(point.seconds for point in points) for points in stacked],
+        "x_label": "step",
+        "y_label": "held-out loss (nats)",
+    }
+
+
+def _lines(result: Comparison) -> list[dict[str, Any]]:
+    steps = [run.points[-1].step for standing in result.standings for run in standing.runs]
+    return [
+        {"figure": "loss", "name": f"{order}-gram", "x": [0, max(steps)], "y": [loss, loss], "line": True}
+        for order, loss in result.ngrams.items()
+    ]
+
+
+def _run(standing: Standing, seed: int, run: Run) -> dict[str, Any]:
+    return {
+        "contender": standing.name,
+        "seed": seed,
+        "steps": [point.step for point in run.points],
+        "tokens": [point.tokens for point in run.points],
+        "seconds": [point.seconds for point in run.points],
+        "val_loss": [point.val_loss for point in run.points],
+    }
+
+
+def _speed(standing: Standing) -> ContenderResult:
+    last = standing.runs[-1].points[-1]
+    tokens_per_s = statistics.fmean(run.tokens_per_s for run in standing.runs)
+    return ContenderResult(name=standing.name, tokens_per_s=tokens_per_s, step_ms=1e3 * last.seconds / last.step)
+
+
+def _spread(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None

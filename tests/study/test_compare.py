@@ -1,0 +1,188 @@
+"""Comparisons: contenders by name, rates tuned alike, differences with their spread, a study that goes on."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ridgeline.cli import main
+from ridgeline.errors import ConfigError
+from ridgeline.records import read_record
+from ridgeline.study import compare as module
+from ridgeline.study.compare import Standing, compare, difference, tune
+from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes
+from ridgeline.study.runs import Point, Run, run_once
+
+SMALL = "gpt2-c256+layers=1+width=16+heads=2"
+QUIET = Console(quiet=True)
+
+
+def run(*losses: float, error: str | None = None) -> Run:
+    return Run(tuple(Point(10 * (i + 1), 100 * (i + 1), float(i + 1), loss) for i, loss in enumerate(losses)), error)
+
+
+def standing(name: str, *finals: float) -> Standing:
+    return Standing(name=name, parameters=1, rate=1e-3, tried={}, runs=tuple(run(9.0, final) for final in finals))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A text with some structure, long enough for windows of 16 in both parts."""
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat on the mat and the rat ate the hat; " * 60, encoding="utf-8")
+    return file
+
+
+def options(text: Path, out: Path) -> list[str]:
+    sizes = ["--steps", "6", "--eval-interval", "3", "--batch", "2", "--context", "16", "--device", "cpu"]
+    return ["study", "compare", SMALL, f"{SMALL}+norm=rmsnorm", "--data", str(text), *sizes, "--out", str(out)]
+
+
+def test_contender_with_changes() -> None:
+    config = find_contender("gpt2-c256+norm=rmsnorm+kv_heads=1+bias=false+optimizer.lr=2e-3")
+    decoder = config.model.decoder
+    assert (decoder.norm, decoder.kv_heads, decoder.bias, config.optimizer.lr) == ("rmsnorm", 1, False, 2e-3)
+
+
+def test_contender_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('preset = "gpt2-c256"\nbatch = 4\n', encoding="utf-8")
+    assert find_contender(f"{file}+layers=2").batch == 4
+    file.write_text("batch = 4\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="names no preset"):
+        find_contender(str(file))
+
+
+@pytest.mark.parametrize("name", ["gpt3", "gpt2-c256+", "gpt2-c256+norm", "gpt2-c256+norms=rmsnorm", "gpt2-c256+=1"])
+def test_no_contender(name: str) -> None:
+    with pytest.raises(ConfigError):
+        find_contender(name)
+
+
+def test_each_change_between_the_two_articles_models() -> None:
+    names = single_changes("gpt2-c256", "fast-c256")
+    assert {name.partition("+")[2] for name in names} == {"kv_heads=1", "mlp_width=512", "norm=rmsnorm", "bias=false"}
+    for name in names:
+        find_contender(name)
+    with pytest.raises(ConfigError, match="same decoder"):
+        single_changes("gpt2-c256", "gpt2-c256")
+
+
+def test_only_the_model_differs() -> None:
+    """Batch, data and learning rate of the second never count."""
+    names = ("gpt2-c256", "fast-c256+batch=4+optimizer.lr=1e-1")
+    one, other = same_recipe({name: find_contender(name) for name in names}).values()
+    assert (other.batch, other.optimizer, other.model.decoder.norm) == (one.batch, one.optimizer, "rmsnorm")
+    short = find_contender("gpt2-c256+window.context=64+context=64")
+    with pytest.raises(ConfigError, match="--context 64"):
+        same_recipe({"gpt2-c256": find_contender("gpt2-c256"), "short": short})
+
+
+def test_contenders_named_once() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        distinct(["a", "a"])
+    with pytest.raises(ConfigError, match="two contenders"):
+        distinct(["a"])
+
+
+def test_tuning_goes_on_while_the_best_is_at_an_end() -> None:
+    losses = {1.0: 3.0, 2.0: 2.0, 4.0: 1.5, 8.0: 1.8}
+    rate, tried = tune((1.0, 2.0), lambda rate: run(losses[rate]))
+    assert (rate, set(tried)) == (4.0, {1.0, 2.0, 4.0, 8.0})
+
+
+def test_tuning_ends() -> None:
+    """A loss that keeps falling is followed twice; the standing then says that it lies at an end."""
+    rate, tried = tune((1.0, 2.0), lambda rate: run(1 / rate))
+    assert (rate, len(tried)) == (8.0, 4)
+    assert Standing(name="a", parameters=1, rate=rate, tried=tried, runs=(run(1.0),)).at_edge
+
+
+def test_tuning_passes_over_what_diverges() -> None:
+    rate, tried = tune((1.0, 2.0, 4.0), lambda r: run(1.0, error="diverged") if r > 2 else run(3.0 - r))
+    assert (rate, tried[4.0]) == (2.0, None)
+    assert math.isnan(tune((1.0,), lambda r: run(1.0, error="diverged"))[0])
+
+
+def test_a_difference_is_held_against_the_spread() -> None:
+    """Pairs 0.10, 0.11, 0.09: mean 0.1, s 0.01, half-width 4.303 · 0.01 / √3; noise of 0.3 hides the same mean."""
+    clear = difference(standing("b", 1.10, 1.21, 1.29), standing("a", 1.0, 1.1, 1.2))
+    assert clear.mean == pytest.approx(0.1)
+    assert clear.high == pytest.approx(0.1 + 4.303 * 0.01 / math.sqrt(3))
+    assert clear.beyond is True
+    assert difference(standing("b", 1.4, 1.2, 1.0), standing("a", 1.0, 1.1, 1.2)).beyond is False
+    assert difference(standing("b", 1.4), standing("a", 1.0)).beyond is None
+
+
+def test_target_must_be_held() -> None:
+    """One validation below the target is luck."""
+    assert run(2.0, 1.4, 1.6, 1.5, 1.4).first_held(1.5) == Point(40, 400, 4.0, 1.5)
+    assert run(2.0, 1.4).first_held(1.5) is None
+
+
+def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trains, says what counting achieves, writes a record; asked again it trains nothing and says the same."""
+    arguments = [*options(text, tmp_path / "out"), "--seeds", "2", "--rates", "1e-3", "--json"]
+    assert main(arguments) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [row["contender"] for row in said["contenders"]] == [SMALL, f"{SMALL}+norm=rmsnorm"]
+    assert said["contenders"][1]["difference"]["against"] == SMALL
+    assert said["ngrams"]["5"] < said["ngrams"]["1"]
+    record = read_record(said["record"])
+    assert record.kind == "study"
+    assert isinstance(record.curves, list)
+    assert [curve["x"] for curve in record.curves if curve["name"] == SMALL] == [[3, 6]]
+    assert not list((tmp_path / "out").rglob("last"))
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").rglob("*.json")}
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["contenders"] == said["contenders"]
+    assert stamps == {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").rglob("*.json")}
+    assert main([*arguments, "--seeds", "3"]) == 2
+    assert "another study (seeds differ)" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_goes_on_after_a_stop(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run cut off between its checkpoints is gone on with; runs that ended before it are not repeated."""
+    config = find_contender(f"{SMALL}+data='{text}'+steps=6+batch=2+window.context=16+eval_interval=2+eval_windows=2")
+    whole = run_once(config, tmp_path / "whole", QUIET)
+    calls = []
+    real = module.run_once
+
+    def stopping(config: object, folder: Path, console: Console) -> Run:
+        calls.append(folder.name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(config, folder, console)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "run_once", stopping)
+    plan = module.Plan(configs={"a": config, "b": config}, rates=(1e-3,), seeds=1)
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan, tmp_path / "out", QUIET)
+    result = compare(plan, tmp_path / "out", QUIET)
+    assert [s.finals for s in result.standings] == [[whole.final]] * 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (["--rates", "0"], "rates must be positive"),
+        (["--rates", "1e-3", "1e-3"], "rates must differ"),
+        (["--seeds", "0"], "seeds must be"),
+        (["--each-change", "--steps", "0"], "steps must be positive"),
+    ],
+)
+def test_bad_input(
+    text: Path, tmp_path: Path, extra: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options(text, tmp_path / "out"), *extra]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_something_else(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine", encoding="utf-8")
+    assert main(options(text, tmp_path / "out")) == 2
+    assert "holds no study" in " ".join(capsys.readouterr().err.split())
