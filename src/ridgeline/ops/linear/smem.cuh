@@ -15,11 +15,15 @@ RL_D uint4 load_shared_16(u32 address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
-// An arrival at the barrier of block `rank` that publishes no writes: a slot has been read. (A release to the whole
-// cluster would cost a memory barrier.)
-RL_D void remote_free(u32 barrier, u32 rank) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+RL_D u32 remote_address(u32 address, u32 rank) {  // where `address` lies in block `rank` of the cluster
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+// An arrival at another block's barrier that publishes no writes: a slot has been read. (A release to the whole cluster
+// would cost a memory barrier.)
+RL_D void remote_free(u32 remote_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
 }
 RL_D void store_matrices_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),

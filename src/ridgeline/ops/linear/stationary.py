@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -22,14 +23,20 @@ LARGEST_K = 512
 BARRIER_BYTES = 1024
 
 
-def fitting_stages(outputs: int, reads_c: bool) -> int:
-    """Ring slots that fit beside two staging buffers an output and two tiles of C for each warpgroup."""
-    return (SMEM_LIMIT - BARRIER_BYTES) // TILE_BYTES - 4 * outputs - (4 if reads_c else 0)
+def _beside(outputs: int, reads_c: bool) -> int:
+    """Tiles in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup."""
+    return 4 * outputs + (4 if reads_c else 0)
 
 
-def smem(stages: int, outputs: int, reads_c: bool) -> int:
-    """Bytes of dynamic shared memory."""
-    return (stages + 4 * outputs + (4 if reads_c else 0)) * TILE_BYTES + BARRIER_BYTES
+def fitting_laps(k_chunks: int, outputs: int, reads_c: bool) -> int:
+    """Tiles of A that fit the ring."""
+    return ((SMEM_LIMIT - BARRIER_BYTES) // TILE_BYTES - _beside(outputs, reads_c)) // k_chunks
+
+
+def smem(macros: Mapping[str, int]) -> int:
+    """Bytes of dynamic shared memory of the kernel that `macros` of `defines` make."""
+    tiles = macros["LAPS"] * macros["K_CHUNKS"] + _beside(1 + macros["STORE_U"], macros["EPILOGUE"] == 3)
+    return tiles * TILE_BYTES + BARRIER_BYTES
 
 
 def defines(
@@ -44,9 +51,10 @@ def defines(
     cluster: int = 1,
 ) -> dict[str, int]:
     """The macros that compile the kernel for an inner size and an epilogue (see `stationary`)."""
+    k_chunks = -(-K // TILE)
     return {
-        "K_CHUNKS": -(-K // TILE),
-        "STAGES": fitting_stages(1 + pre, derivative),
+        "K_CHUNKS": k_chunks,
+        "LAPS": fitting_laps(k_chunks, 1 + pre, derivative),
         "RL_FP16": int(dtype == torch.float16),
         "B_TRANSPOSED": int(transposed_b),
         "EPILOGUE": 3 if derivative else 1 if gelu else 0,
@@ -67,7 +75,7 @@ def _kernel(
         K, dtype, transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, derivative=derivative, cluster=cluster
     )
     kernel = cuda.load(SOURCE, macros).kernel("stationary", "MMMMMPiPPi", patient=True)
-    return kernel, smem(macros["STAGES"], 1 + pre, derivative)
+    return kernel, smem(macros)
 
 
 def stationary(

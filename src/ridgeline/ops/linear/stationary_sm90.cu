@@ -7,7 +7,7 @@
 // of them, so that a warpgroup does the epilogue of one tile while its products of the next run.
 //
 // Macros (see stationary.py):
-//   K_CHUNKS: ceil(K / 64), at most 8. STAGES: ring slots. B_TRANSPOSED: B is given as [K, N].
+//   K_CHUNKS: ceil(K / 64), at most 8. LAPS: tiles of A in the ring. B_TRANSPOSED: B is given as [K, N].
 //   CLUSTER: 1, or 2: pairs of blocks share the rows of A, each bringing half of them to both.
 //   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   3 D = acc · gelu'(C), with column sums of D
 //   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1).
@@ -19,6 +19,7 @@ using namespace rl;
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
 constexpr bool PAIRED = CLUSTER == 2;
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
+constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE == 3;
 constexpr int OUTPUTS = BOTH ? 2 : 1;
 // dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers
@@ -54,32 +55,40 @@ struct Segment {
 };
 
 struct Ring {
-  int slot = 0;
+  int first = 0;  // slot of the next tile
   u32 phase = 0;
   RL_D void advance() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
+    first += K_CHUNKS;
+    if (first == STAGES) first = 0, phase ^= 1;
   }
 };
 
 // B of each warpgroup, then the segment's rows of A, all through one ring.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   Ring ring;
-  const auto load = [&](const TensorMap* map, int x, int y, bool shared_rows) {
-    const u32 target = smem + ring.slot * TILE_BYTES, full = bar.full(ring.slot);
-    barrier_wait(bar.empty(ring.slot), ring.phase ^ 1);
-    barrier_expect(full, TILE_BYTES);
-    if (PAIRED && shared_rows) copy_2d_both(target + cluster_rank() * (TILE_BYTES / 2), map, x, y + cluster_rank() * (ROWS / 2), full);
-    else copy_2d(target, map, x, y, full);
-    ring.advance();
+  const auto slot = [&](int chunk) {  // free, and expecting a tile
+    const int index = ring.first + chunk;
+    barrier_wait(bar.empty(index), ring.phase ^ 1);
+    barrier_expect(bar.full(index), TILE_BYTES);
+    return index;
   };
   for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
-    for (int group = 0; group < GROUPS; ++group)
+    for (int group = 0; group < GROUPS; ++group, ring.advance())
       for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        if (B_TRANSPOSED) load(p.b, now.column(group), chunk * 64, false);
-        else load(p.b, chunk * 64, now.column(group), false);
+        const int index = slot(chunk), column = now.column(group), k = chunk * 64;
+        copy_2d(smem + index * TILE_BYTES, p.b, B_TRANSPOSED ? column : k, B_TRANSPOSED ? k : column, bar.full(index));
       }
-    for (int tile = 0; tile < now.count(); ++tile)
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) load(p.a, chunk * 64, now.row(tile), true);
+    for (int tile = 0; tile < now.count(); ++tile, ring.advance())
+      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
+        const int index = slot(chunk), row = now.row(tile);
+        const u32 target = smem + index * TILE_BYTES;
+        if (PAIRED) {
+          const int half = cluster_rank();
+          copy_2d_both(target + half * (TILE_BYTES / 2), p.a, chunk * 64, row + half * (ROWS / 2), bar.full(index));
+        } else {
+          copy_2d(target, p.a, chunk * 64, row, bar.full(index));
+        }
+      }
   }
 }
 
@@ -116,10 +125,13 @@ RL_D void multiply_derivative(float& v0, float& v1, u32 input) {
   }
 }
 
+// A descriptor from its low word; the high one is a constant.
+RL_D u64 operand(u32 low) { return static_cast<u64>(operand_k_major(0) >> 32) << 32 | low; }
+
 struct Consumer {
   const Problem& p;
   u32 smem;
-  Barriers bar;
+  Barriers bar, there;  // `there`: of the other block of a pair
   int group, warp, lane;
   bool leader;
   u32 matrix;          // where this lane's row of four 8 × 8 matrices lies in a tile of D, U or C: [tokens, columns]
@@ -131,28 +143,29 @@ struct Consumer {
 
   RL_D void release(int slot) const {
     if (lane == 0) barrier_arrive(bar.empty(slot));
-    if (PAIRED && lane == 0) remote_free(bar.empty(slot), cluster_rank() ^ 1);
+    if (PAIRED && lane == 0) remote_free(there.empty(slot));
   }
-  RL_D int slot_before() const { return ring.slot == 0 ? STAGES - 1 : ring.slot - 1; }
+  RL_D int slot_before() const { return (ring.first == 0 ? STAGES : ring.first) - 1; }  // the last tile's last
   RL_D u32 staging(int output) const { return smem + STAGING + ((2 * group + (sent & 1)) * OUTPUTS + output) * TILE_BYTES; }
 
   RL_D void load_weights(const u16* pointer, int column) {
     const int q = lane >> 3, low = q & 1, high = q >> 1;
 #pragma unroll
-    for (int owner = 0; owner < GROUPS; ++owner)
+    for (int owner = 0; owner < GROUPS; ++owner) {
 #pragma unroll
       for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        barrier_wait(bar.full(ring.slot), ring.phase);
-        const u32 tile = smem + ring.slot * TILE_BYTES;
+        barrier_wait(bar.full(ring.first + chunk), ring.phase);
+        const u32 tile = smem + (ring.first + chunk) * TILE_BYTES;
         if (owner == group)
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             if (B_TRANSPOSED) load_matrices_transposed(weights[4 * chunk + k], tile + swizzle128(16 * k + (lane & 7) + 8 * high, 2 * warp + low));
             else load_matrices(weights[4 * chunk + k], tile + swizzle128(16 * warp + (lane & 7) + 8 * low, 2 * k + high));
           }
-        release(ring.slot);
-        ring.advance();
+        release(ring.first + chunk);
       }
+      ring.advance();
+    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int x = column + 16 * warp + (lane >> 2) + 8 * h;
@@ -202,14 +215,15 @@ struct Consumer {
   // Products of a tile into `acc`, and meanwhile the epilogue of the tile before (if OLD), whose row is `row`.
   template <bool OLD>
   RL_D void tile(float (&acc)[32], float (&old)[32], int column, int row) {
+    const int first = ring.first;
+    const u32 start = static_cast<u32>(operand_k_major(smem)) + first * (TILE_BYTES / 16);
 #pragma unroll
     for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-      barrier_wait(bar.full(ring.slot), ring.phase);
-      const u32 low = static_cast<u32>(operand_k_major(smem)) + ring.slot * (TILE_BYTES / 16);
+      barrier_wait(bar.full(first) + 8 * chunk, ring.phase);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], static_cast<u64>(operand_k_major(0) >> 32) << 32 | (low + 2 * k), chunk + k > 0);
+        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], operand(start + chunk * (TILE_BYTES / 16) + 2 * k), chunk + k > 0);
       wgmma_commit();
       if (OLD && chunk == 0) {  // what the epilogue reads
         wgmma_wait<1>();
@@ -221,10 +235,10 @@ struct Consumer {
         for (int j = 8 * chunk / K_CHUNKS; j < 8 * (chunk + 1) / K_CHUNKS; ++j) part(old, j);
       if (chunk > 0) {
         wgmma_wait<1>();
-        release(slot_before());
+        release(first + chunk - 1);
       }
-      ring.advance();
     }
+    ring.advance();
     if (OLD) send(column, row);
   }
   RL_D void finish(float (&acc)[32], int column, int row) {
@@ -304,7 +318,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
   } else {
     registers_up<232>();
     const int quarter = lane >> 3;
-    Consumer me{p, smem, bar, group, warp, lane, warp == 0 && lane == 0,
+    const Barriers there{PAIRED ? remote_address(bar.base, cluster_rank() ^ 1) : 0};
+    Consumer me{p, smem, bar, there, group, warp, lane, warp == 0 && lane == 0,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
     me.consume(schedule, bias, partials);
   }

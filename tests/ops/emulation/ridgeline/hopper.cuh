@@ -402,7 +402,7 @@ RL_D u32 cluster_rank() { return machine.rank(); }
 RL_D void cluster_sync() { machine.gather(machine.named[-1], static_cast<int>(machine.fibers.size()), "cluster"); }
 RL_D u32 remote_address(u32 address, u32 rank) { return address % emulation::SMEM_STRIDE + rank * emulation::SMEM_STRIDE; }
 RL_D void remote_arrive(u32 barrier, u32 rank) { barrier_arrive(remote_address(barrier, rank)); }
-RL_D void remote_free(u32 barrier, u32 rank) { remote_arrive(barrier, rank); }
+RL_D void remote_free(u32 remote_barrier) { barrier_arrive(remote_barrier); }
 RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
   for (u32 rank = 0; rank < 2; ++rank) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
 }
