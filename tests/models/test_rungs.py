@@ -1,6 +1,7 @@
 """The rungs: names, and that each computes the reference's losses and gradients, masks included."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from error_budget import DEVICE, check
+from ridgeline.bench.workloads import random_batch, workload
 from ridgeline.engine import TrainStep
 from ridgeline.errors import UnsupportedError
 from ridgeline.models import (
@@ -18,6 +20,7 @@ from ridgeline.models import (
     Head,
     LanguageConfig,
     LanguageModel,
+    ModelConfig,
     PolicyConfig,
     build,
 )
@@ -47,8 +50,13 @@ STATE = DropoutState(torch.tensor([3, 4], device=DEVICE), sample_offset=2)
 
 
 def make(task: str) -> nn.Module:
+    """A small model of a task."""
+    return perturbed(CONFIGS[task])
+
+
+def perturbed(config: ModelConfig) -> nn.Module:
     """A model of weights that bf16 holds, biases and scales off their trivial values."""
-    model = build(CONFIGS[task], impl="reference", seed=1)
+    model = build(config, impl="reference", seed=1)
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -130,6 +138,38 @@ def test_training_steps_equal_the_references(impl: str) -> None:
         weights.append((torch.tensor([m.loss for m in step.metrics()]), step.flat.masters.clone()))
     torch.testing.assert_close(weights[1][0], weights[0][0], rtol=2e-6, atol=0)
     torch.testing.assert_close(weights[1][1], weights[0][1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hal-20m", "gpt2-c256"])
+@pytest.mark.parametrize("impl", LADDER)
+def test_real_shapes_are_within_pytorchs_error(impl: str, name: str) -> None:
+    whole = workload(name, batch=4)
+    trunk = dataclasses.replace(whole.model.decoder, layers=2)
+    case = dataclasses.replace(whole, model=dataclasses.replace(whole.model, decoder=trunk))
+    model, batch = perturbed(case.model), random_batch(case, DEVICE)
+    exact, budget, got = (
+        run(model, kind, dtype, batch)
+        for kind, dtype in (("reference", torch.float64), ("reference", torch.bfloat16), (impl, torch.bfloat16))
+    )  # fmt: skip
+    for key, value in exact.items():
+        check(key, got[key], budget[key], value, gradient=key in dict(model.named_parameters()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["m3", "r16"])
+def test_captured_steps_equal_uncaptured_ones_bit_for_bit(impl: str) -> None:
+    results = []
+    for capture in (False, True):
+        model = make("policy")
+        assert isinstance(model, ControllerPolicy)
+        model.decoder.impl = impl
+        step = TrainStep(model, precision="bf16", capture=capture, lanes=RUNGS[impl].lanes)
+        for seed in range(5):
+            step(make_batch("policy", seed))
+        results.append(([m.loss for m in step.metrics()], step.flat.masters.clone()))
+    assert results[0][0] == results[1][0]
+    assert torch.equal(results[0][1], results[1][1])
 
 
 def test_reuse_allocates_in_the_first_step_only() -> None:
