@@ -1,7 +1,10 @@
 """Training on a card: every engine trains, validates, and goes on from its own checkpoint."""
 
+import io
+
 import pytest
 import torch
+from rich.console import Console
 
 from ridgeline import checkpoint
 from ridgeline.train import resume, train
@@ -23,7 +26,10 @@ def losses(folder):
     return torch.tensor([record["loss"] for record in read_metrics(folder) if "loss" in record])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+ALL = [pytest.param(name, marks=pytest.mark.slow if engine.compile else ()) for name, engine in ENGINES.items()]
+
+
+@pytest.mark.parametrize("engine", ALL)
 def test_every_engine_learns_as_eager_does(on_card, engine):
     train(override(on_card, {"engine": "eager", "precision": "fp32", "out": "exact"}))
     result = train(override(on_card, {"engine": engine}))
@@ -32,7 +38,7 @@ def test_every_engine_learns_as_eager_does(on_card, engine):
     assert checkpoint.load("run/last").meta["step"] == 30
 
 
-@pytest.mark.parametrize("engine", ["eager", "graph", "compile+graph", "best"])
+@pytest.mark.parametrize("engine", ["eager", "graph", "best"])
 def test_a_run_goes_on_from_its_checkpoint(on_card, engine):
     config = override(on_card, {"engine": engine})
     train(config)
@@ -40,6 +46,17 @@ def test_a_run_goes_on_from_its_checkpoint(on_card, engine):
     assert first < 30
     resume("half", override(config, {"out": "half"}))
     assert (losses("half")[first:].mean() - losses("run")[first:].mean()).abs() < 0.2
+
+
+def test_auto_is_best_and_says_what_it_does(on_card):
+    said = io.StringIO()
+    result = train(on_card, console=Console(file=said, width=400))
+    assert (result.config.engine, result.config.lanes) in (("best", 1), ("best", 2))
+    assert "best (fused blocks, " in said.getvalue()
+    assert " ms, 2 lanes " in said.getvalue()
+    assert "MiB on the card: " in said.getvalue()
+    again = train(override(on_card, {"out": "again"}))
+    assert again.config.lanes == result.config.lanes
 
 
 def test_an_interval_without_steps_does_not_disturb_the_clock(on_card):
