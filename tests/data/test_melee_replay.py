@@ -5,11 +5,11 @@ import pytest
 
 from data import melee_helpers as replays
 from data.melee_helpers import needs_replays, variant
-from ridgeline.data.melee.replay import RefusedError, final_rows, parse, read_replay, to_frames
+from ridgeline.data.melee.replay import RefusedError, parse, read_replay, to_frames
 from ridgeline.data.melee.take import Choice, tables_of
 from ridgeline.games.melee.controls import C_STICK, LABELS, MAIN, Encoding
 from ridgeline.games.melee.features import game_table
-from ridgeline.games.melee.frames import CHARACTERS, STAGES, A, B, X, Y
+from ridgeline.games.melee.frames import CHARACTERS, STAGES, A, B, X, Y, final_rows
 
 JUMP, KNEE_BEND = 2, 24
 

@@ -30,6 +30,7 @@ from ridgeline.games.melee.frames import (
     X,
     Y,
     Z,
+    final_rows,
     percent,
     stick,
     trigger,
@@ -111,21 +112,6 @@ def parse(file: Path) -> Any:
         # what stood in the file is not repeated: it may be a player's id
         words = ": ".join(" ".join(str(error).split()).split(": ")[:2])[:120] or type(error).__name__
         raise RefusedError(f"cut off, damaged or no Slippi replay ({words})") from None
-
-
-def final_rows(ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """The rows of a recording that the game ended up with, where online play predicted frames and took them back.
-
-    A row stands if no later row has its frame or an earlier one. The rows that were taken back show inputs that the
-    remote player never made.
-
-    Args:
-        ids: the frame number of each row, as recorded.
-    """
-    later = np.minimum.accumulate(ids[::-1])[::-1]
-    stands = np.ones(len(ids), bool)
-    stands[:-1] = ids[:-1] < later[1:]
-    return np.flatnonzero(stands)
 
 
 def to_frames(game: Any, rows: NDArray[np.int64]) -> Frames:

@@ -89,3 +89,18 @@ def trigger(values: ArrayLike) -> NDArray[np.uint8]:
 def percent(values: ArrayLike) -> NDArray[np.uint16]:
     """Damage as the screen shows it."""
     return np.clip(np.floor(values), 0, 999).astype(np.uint16)
+
+
+def final_rows(ids: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """The rows of a recording that the game ended up with, where online play predicted frames and took them back.
+
+    A row stands if no later row has its frame or an earlier one. The rows that were taken back show inputs that the
+    remote player never made.
+
+    Args:
+        ids: the frame number of each row, as recorded.
+    """
+    later = np.minimum.accumulate(ids[::-1])[::-1]
+    stands = np.ones(len(ids), bool)
+    stands[:-1] = ids[:-1] < later[1:]
+    return np.flatnonzero(stands)
