@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from ridgeline.bench import run
-from ridgeline.bench.run import Plan, run_bench
+from ridgeline.bench.plan import Plan
+from ridgeline.bench.run import run_bench
 from ridgeline.bench.view import table
 from ridgeline.bench.workloads import workload
 from ridgeline.records import write_record
@@ -21,20 +22,20 @@ from ridgeline.records import write_record
 OUT = Path(os.environ.get("OUT", "/tmp"))
 ROWS = {
     "hal-20m": ({}, "best,compile+graph:explicit", 8),
-    "hal-5m": ({}, "best,compile+graph:copies", 20),
-    "gpt2-c256": ({}, "best,compile+graph:copies", 40),
-    "fast-c256": ({}, "best,compile+graph:copies", 40),
-    "gpt2-c256-512": ({"batch": 512}, "best,compile+graph:copies", 15),
-    "fast-c256-512": ({"batch": 512}, "best,compile+graph:copies", 15),
-    "gpt2-c256-2048": ({"batch": 4, "context": 2048}, "best,compile+graph:copies", 30),
-    "fast-c256-2048": ({"batch": 4, "context": 2048}, "best,compile+graph:copies", 30),
+    "hal-5m": ({}, "best,compile+graph", 20),
+    "gpt2-c256": ({}, "best,compile+graph", 40),
+    "fast-c256": ({}, "best,compile+graph", 40),
+    "gpt2-c256-512": ({"batch": 512}, "best,compile+graph", 15),
+    "fast-c256-512": ({"batch": 512}, "best,compile+graph", 15),
+    "gpt2-c256-2048": ({"batch": 4, "context": 2048}, "best,compile+graph", 30),
+    "fast-c256-2048": ({"batch": 4, "context": 2048}, "best,compile+graph", 30),
     "gpt2-c256-fp32": ({"precision": "fp32"}, "best,compile+graph", 20),
     "fast-c256-fp32": ({"precision": "fp32"}, "best,compile+graph", 20),
-    "gpt2-124m": ({}, "best,compile+graph:copies", 8),
+    "gpt2-124m": ({}, "best,compile+graph", 8),
 }
 asked = sys.argv[1:] or ["hal-20m", "gpt2-c256"]
 barrier, turn, written = threading.Barrier(len(asked)), threading.Lock(), {}
-start, turns, phases = run._Bench._start, run._Bench._turns, run._Bench._phases
+start, turns, look = run._Bench._start, run._Bench._turns, run._Bench._look_inside
 
 
 def started(self, names):
@@ -51,7 +52,7 @@ def locked(method):
     return call
 
 
-run._Bench._start, run._Bench._turns, run._Bench._phases = started, locked(turns), locked(phases)
+run._Bench._start, run._Bench._turns, run._Bench._look_inside = started, locked(turns), locked(look)
 
 
 def one(key):
@@ -63,7 +64,7 @@ def one(key):
             case,
             contenders.split(","),
             torch.device("cuda:0"),
-            Plan(rounds=6, steps=steps, warm_s=2, build_s=110, phases=3, together=True),
+            Plan(rounds=6, steps=steps, warm_s=2, build_s=110, phases=3, profile=0, together=True),
         )
         file = write_record(
             record, Path("/tmp") / f"{record.date[:10]}-{name}-b{case.batch}-t{case.context}-{case.precision}.json"

@@ -7,10 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ridgeline.bench.contenders import CONTENDERS, TorchStep, build_step, find_contender
+from ridgeline.bench.contenders import CONTENDERS, build_step, find_contender, is_baseline
+from ridgeline.bench.peers import PEERS
 from ridgeline.bench.workloads import random_batch, workload
+from ridgeline.engine import TrainStep
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.models import build
+from ridgeline.train.config import ENGINES
+from ridgeline.train.step import TorchStep
 
 CPU = torch.device("cpu")
 
@@ -21,13 +25,17 @@ def small(name: str, precision: str = "fp32"):
     return replace(case, model=replace(case.model, decoder=decoder))
 
 
-def test_the_vocabulary_of_the_issue():
-    assert {"eager", "compile", "reduce-overhead", "max-autotune", "graph", "compile+graph", "best"} <= set(CONTENDERS)
-    assert [name for name, contender in CONTENDERS.items() if not contender.baseline] == [
-        "transformers",
-        "liger",
-        "best",
-    ]
+def test_one_vocabulary():
+    # what `train --engine` knows is what can be measured, under the same names, and peers besides
+    assert set(CONTENDERS) == {*ENGINES, *PEERS}
+    assert {"eager", "compile", "reduce-overhead", "max-autotune", "graph", "compile+graph", "best"} <= set(ENGINES)
+    for name, contender in CONTENDERS.items():
+        assert contender.settings is ENGINES[PEERS.get(name, name)]
+        assert contender.baseline == is_baseline(name) == (name not in PEERS and ENGINES[name].impl == "torch")
+    assert not is_baseline("best")
+    assert not is_baseline("m2+reuse")
+    assert not is_baseline("m2+nonsense")
+    assert not is_baseline("something of a later version")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +43,8 @@ def test_the_vocabulary_of_the_issue():
     [
         ("compil", "did you mean compile"),
         ("eager:copy", "variant of a contender"),
-        ("best:copies", "has no variants"),
+        ("best:copies", "has no variant 'copies'"),
+        ("eager:copies:autocast", "not both"),
     ],
 )
 def test_unknown_contenders(asked, message):
@@ -43,10 +52,35 @@ def test_unknown_contenders(asked, message):
         find_contender(asked)
 
 
+def test_a_rung_with_single_changes():
+    contender = find_contender("m2+capture")
+    assert contender.settings.capture
+    assert not find_contender("m2").settings.capture
+    with pytest.raises(UnsupportedError, match="unknown change"):
+        find_contender("m2+nonsense")
+
+
 def test_variants():
     contender = find_contender("compile+graph:copies:explicit")
-    assert (contender.compile, contender.capture, contender.copies, contender.explicit) == ("default", True, True, True)
+    assert contender.variants == {"copies", "explicit"}
+    assert contender.settings is ENGINES["compile+graph"]
     assert contender.name == "compile+graph:copies:explicit"
+    assert contender.baseline
+    assert find_contender("best:host").variants == {"host"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "precision"),
+    [
+        ("eager", TorchStep, "bf16"),  # autocast
+        ("eager:copies", TrainStep, "bf16"),
+        ("compile:copies", TrainStep, "bf16"),
+    ],
+)
+def test_half_precision_is_stored_as_asked(asked, kind, precision):
+    step = build_step(find_contender(asked), small("gpt2-c256", "bf16"), CPU)
+    assert type(step) is kind
+    assert step.precision.name == precision
 
 
 @pytest.mark.parametrize("name", ["hal-20m", "fast-c256"])
@@ -76,12 +110,10 @@ def test_a_step_trains(asked):
 
 
 def test_what_cannot_run_here_says_so():
-    with pytest.raises(UnsupportedError, match="needs a CUDA device"):
+    with pytest.raises(UnsupportedError, match="needs a GPU; use eager or compile"):
         build_step(find_contender("compile+graph"), small("gpt2-c256"), CPU)
     with pytest.raises(UnsupportedError, match="fp32 has no copies"):
         build_step(find_contender("eager:copies"), small("gpt2-c256"), CPU)
-    with pytest.raises(UnsupportedError, match="eager:copies"):
-        build_step(find_contender("eager"), small("gpt2-c256", "fp16"), CPU)
 
 
 def test_workloads_are_the_presets_at_their_usual_sizes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ridgeline.bench.goals import Goal, judge, main, read_goals, table
@@ -12,7 +14,9 @@ GOAL = Goal(workload="hal-20m", batch=512, context=256, precision="bf16", ratio=
 
 
 def result(name: str, speed: float | None, group: int = 0, spread: float = 0.01) -> ContenderResult:
-    return ContenderResult(name=name, group=group, tokens_per_s=speed, spread=spread, error=None if speed else "failed")
+    if speed is None:
+        return ContenderResult(name=name, group=group, error="failed")
+    return ContenderResult(name=name, group=group, tokens_per_s=speed, step_ms=131072e3 / speed, spread=spread)
 
 
 def record(*contenders: ContenderResult, date: str = "2026-12-01T00:00:00+00:00", batch: int = 512) -> Record:
@@ -55,16 +59,15 @@ def test_spread_across_the_goal_is_unclear():
 def test_failed_contenders_and_other_workloads_decide_nothing():
     assert judge(GOAL, [record(result("best", None), result("eager", 1e6))]).status == "no record"
     assert judge(GOAL, [record(result("best", 4e6), result("eager", 1e6), batch=32)]).status == "no record"
+    two = replace(record(result("best", 4e6), result("eager", 1e6)), gpus=2)
+    assert judge(GOAL, [two]).status == "no record"
     assert judge(GOAL, []).status == "no record"
 
 
 def test_peers_and_rungs_are_no_pytorch_baseline():
-    assert (
-        judge(
-            GOAL, [record(result("best", 4e6), result("m3", 3.9e6), result("liger", 2e6), result("eager", 1e6))]
-        ).ratio
-        == 4
-    )
+    assert judge(
+        GOAL, [record(result("best", 4e6), result("m3", 3.9e6), result("liger", 2e6), result("eager", 1e6))]
+    ).ratio == pytest.approx(4)
 
 
 def test_command_reads_newest_first(tmp_path, capsys):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from ridgeline.bench import run
-from ridgeline.bench.run import Plan, WorkerProcess, _Bench, run_bench
+from ridgeline.bench import circumstances, processes, run
+from ridgeline.bench.plan import Plan
+from ridgeline.bench.processes import CACHES, Team
+from ridgeline.bench.run import _Bench, run_bench
 from ridgeline.bench.workloads import workload
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import card
 from ridgeline.records import read_record, write_record
 
@@ -19,16 +23,17 @@ CASE = workload("gpt2-c256").reduced()
 
 
 class Fake:
-    """A worker without a process; logs its turns, fails as it is told to."""
+    """A team without processes; logs its turns, fails as it is told to."""
 
     log: list[tuple[str, str]] = []  # noqa: RUF012
-    crowd = 99  # workers that fit in memory beside each other
+    crowd = 99  # teams that fit in memory beside each other
     alive = 0
+    seconds = 0.0  # what the clock has gone on by with every start
 
-    def __init__(self, case, contender, device, plan):
+    def __init__(self, case, contender, device, plan, gpus):
         self.name, self.error, self.first_step_s = contender, "", None
         self.times_ms: list[float] = []
-        self.peak = self.phases_ms = None
+        self.peak = self.phases_ms = self.groups_ms_per_layer = self.overlap = None
         self.command: dict = {}
         Fake.alive += 1
         self.late = Fake.alive > Fake.crowd and contender not in run.ANCHORS
@@ -48,6 +53,9 @@ class Fake:
         count = self.command.get("time", 0)
         if "phases" in self.command:
             return {"phases_ms": {"forward": 0.9, "backward": 1.0, "optimizer": 0.1}}
+        if "profile" in self.command:
+            self.error = "RuntimeError: no profiler" if self.name == "compile" else ""
+            return {} if self.error else {"overlap": 0.25, "groups_ms_per_layer": {"forward · QKV": 0.125}}
         return {"first_step_s": 1.5, "times_ms": [2.0] * count, "peak_memory_bytes": 7}
 
     @property
@@ -60,7 +68,7 @@ class Fake:
 
 @pytest.fixture
 def _fakes(monkeypatch):
-    monkeypatch.setattr(run, "WorkerProcess", Fake)
+    monkeypatch.setattr(run, "Team", Fake)
     monkeypatch.setattr(Fake, "log", [])
     monkeypatch.setattr(Fake, "crowd", 99)
 
@@ -80,6 +88,8 @@ def test_turns_are_interleaved_and_their_order_swapped():
         assert result.windows_per_s == CASE.batch / 2e-3
         assert result.first_step_s == 1.5
         assert result.phases_ms == {"forward": 0.9, "backward": 1.0, "optimizer": 0.1}
+    assert (eager.overlap, eager.groups_ms_per_layer) == (0.25, {"forward · QKV": 0.125})
+    assert (compiled.overlap, compiled.groups_ms_per_layer) == (None, None)  # a profile that fails costs no time
 
 
 @pytest.mark.usefixtures("_fakes")
@@ -136,10 +146,36 @@ def test_asking_for_nothing_or_twice(names, message):
         run_bench(CASE, names, CPU)
 
 
+@pytest.mark.usefixtures("_fakes")
+def test_who_finds_no_time_runs_in_a_further_group_with_the_anchors(monkeypatch):
+    clock = iter(range(0, 10_000, 40))
+    monkeypatch.setattr(run.time, "monotonic", lambda: float(next(clock)))
+    names = ["best", "compile+graph", "eager", "compile", "reduce-overhead", "max-autotune"]
+    seen = []
+    record = run_bench(CASE, names, CPU, Plan(rounds=2, steps=2, group_s=600), keep=seen.append)
+    groups = [[r.name for r in record.contenders if r.group == number] for number in range(4)]
+    assert [name for group in groups for name in group if name not in run.ANCHORS] == names[2:]
+    assert len([group for group in groups if group]) > 1
+    assert all(group[:2] == ["best", "compile+graph"] for group in groups if group)
+    assert [len(r.contenders) for r in seen] == [sum(map(len, groups[: n + 1])) for n in range(len(seen))]
+
+
+@pytest.mark.usefixtures("_fakes")
+def test_a_record_can_be_gone_on_with_in_the_same_circumstances_alone():
+    plan = Plan(rounds=2, steps=2)
+    first = run_bench(CASE, ["eager"], CPU, plan)
+    both = run_bench(CASE, ["eager", "compile"], CPU, plan, onto=first)
+    assert [(r.name, r.group) for r in both.contenders] == [("eager", 0), ("eager", 1), ("compile", 1)]
+    with pytest.raises(ConfigError, match="has card another, this run CPU"):
+        run_bench(CASE, ["eager"], CPU, plan, onto=replace(first, card="another"))
+    with pytest.raises(ConfigError, match="has workload"):
+        run_bench(replace(CASE, batch=1), ["eager"], CPU, plan, onto=first)
+
+
 def test_a_copy_names_its_revision(monkeypatch):
-    assert len(run.git_revision() or "") >= 40
+    assert len(circumstances.git_revision() or "") >= 40
     monkeypatch.setenv("RIDGELINE_REVISION", "abc+")
-    assert run.git_revision() == "abc+"
+    assert circumstances.git_revision() == "abc+"
 
 
 def test_plans_that_cannot_be():
@@ -174,49 +210,86 @@ def test_an_impossible_time_is_no_result(monkeypatch):
 
 def test_real_processes_measure_and_fail_apart(tmp_path):
     case = replace(CASE, batch=1, context=16)
-    plan = Plan(rounds=2, steps=2, turn_s=0, warm_s=0.1, together=True)
+    plan = Plan(rounds=2, steps=2, turn_s=0, warm_s=0.1, profile=0, together=True)
     record = run_bench(case, ["eager", "graph"], CPU, plan)
     eager, graph = record.contenders
     assert eager.error is None
     assert eager.step_ms is not None
     assert eager.phases_ms is not None
     assert list(eager.phases_ms) == ["forward", "backward", "optimizer"]
-    assert "needs a CUDA device" in (graph.error or "")
+    assert "captures CUDA graphs and needs a GPU" in (graph.error or "")
     assert record.versions["torch"] == torch.__version__
     assert record.gpus == 0
     assert read_record(write_record(record, tmp_path / "r.json")) == record
 
 
-def test_a_worker_that_dies_is_an_error_with_its_last_words(monkeypatch):
-    monkeypatch.setattr(run.sys, "executable", "/bin/false")
-    worker = WorkerProcess(CASE, "eager", CPU, Plan())
-    assert worker.wait(20) == {}
-    assert "ended with 1" in worker.error
-    worker.close()
+@pytest.mark.slow
+def test_two_processes_train_together():
+    case = replace(CASE, batch=1, context=16)
+    plan = Plan(rounds=2, steps=2, turn_s=0, warm_s=0.1, phases=2, profile=0, together=True)
+    (eager,) = run_bench(case, ["eager"], CPU, plan, gpus=2).contenders
+    assert eager.error is None
+    assert eager.tokens_per_s == pytest.approx(2 * case.tokens / eager.step_ms * 1e3)
+    assert "backward" in (eager.phases_ms or {})
+
+
+def test_more_cards_than_there_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UnsupportedError, match="1 CUDA cards here, and 2"):
+        run_bench(CASE, ["eager"], torch.device("cuda"), gpus=2)
+
+
+def test_a_process_that_dies_is_an_error_with_its_last_words(monkeypatch):
+    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    team = Team(CASE, "eager", CPU, Plan(), 1)
+    assert team.wait(20) == {}
+    assert "ended with 1" in team.error
+    team.close()
+
+
+def show_caches(monkeypatch, tmp_path, plan: Plan) -> list[str]:
+    """What two contenders' processes find in the variables that name caches."""
+    script = tmp_path / "show"
+    script.write_text(f"#!/bin/sh\necho {' '.join(f'${name}' for name in CACHES)}\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(script))
+    seen: list[str] = []
+    for _ in range(2):
+        team = Team(CASE, "compile", CPU, plan, 1)
+        team.wait(20)
+        seen += team.error.rsplit(": ", 1)[1].split()
+        team.close()
+    return seen
 
 
 def test_every_contender_starts_with_empty_caches_of_its_own(monkeypatch, tmp_path):
-    # so that no compile time depends on who came first
-    script = tmp_path / "show"
-    script.write_text("#!/bin/sh\necho $TORCHINDUCTOR_CACHE_DIR $TRITON_CACHE_DIR\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(run.sys, "executable", str(script))
-    seen: list[str] = []
-    for _ in range(2):
-        worker = WorkerProcess(CASE, "compile", CPU, Plan())
-        worker.wait(20)
-        seen += worker.error.rsplit(": ", 1)[1].split()
-        worker.close()
-    assert len(seen) == len(set(seen)) == 4
+    # the second article's compile times depended on who came first; caches of Inductor, Triton, the CUDA driver and
+    # this package's own kernels are all there
+    seen = show_caches(monkeypatch, tmp_path, Plan())
+    assert len(seen) == len(set(seen)) == 2 * len(CACHES) == 8
+    assert not any(Path(place).exists() for place in seen)
 
 
 def test_a_worker_that_hangs_is_an_error(monkeypatch, tmp_path):
     script = tmp_path / "hang"
     script.write_text("#!/bin/sh\nexec sleep 30\n")
     script.chmod(0o755)
-    monkeypatch.setattr(run.sys, "executable", str(script))
-    monkeypatch.setattr(run, "GRACE_S", 0.2)
-    worker = WorkerProcess(CASE, "eager", CPU, Plan())
-    assert worker.wait(0.3) == {}
-    assert "no answer within" in worker.error
-    worker.close()
+    monkeypatch.setattr(processes.sys, "executable", str(script))
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    team = Team(CASE, "eager", CPU, Plan(), 1)
+    assert team.wait(0.3) == {}
+    assert "no answer within" in team.error
+    team.close()
+
+
+def test_one_process_that_fails_ends_its_team(monkeypatch, tmp_path):
+    script = tmp_path / "half"
+    script.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && { echo out of luck; exit 1; }\nexec sleep 30\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(processes.sys, "executable", str(script))
+    start = time.monotonic()
+    team = Team(CASE, "eager", CPU, Plan(), 2)
+    assert team.wait(20) == {}
+    assert "out of luck" in team.error
+    team.close()
+    assert time.monotonic() - start < 15

@@ -42,7 +42,7 @@ def test_warm_up_ends_in_time_even_if_nothing_settles(monkeypatch):
     values = iter(range(1, 100))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(timing, "time_steps", lambda step, count, device: [2.0 ** next(values)])
-    assert warm_up(lambda: None, CPU, limit_s=4) == 3 * timing.WINDOW
+    assert warm_up(lambda: None, CPU, limit_s=4) == 4 * timing.WINDOW
 
 
 def test_a_ratio_that_its_spread_swallows():

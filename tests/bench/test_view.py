@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeline.bench.view import ratio, table
+from ridgeline.bench.view import against, table
 from ridgeline.bench.workloads import vary, workload
 from ridgeline.errors import ConfigError
 from ridgeline.records import ContenderResult, Record, WorkloadInfo
@@ -32,10 +32,10 @@ def test_a_ratio_is_taken_within_its_group_and_only_if_it_says_something():
     fast, noisy = replace(BASE, name="best", step_ms=1.0), replace(BASE, name="eager", step_ms=1.9, spread=0.2)
     other = replace(BASE, name="compile", group=1, step_ms=1.0)
     found = record(BASE, fast, noisy, other)
-    assert ratio(fast, found) == "2.00×"
-    assert ratio(noisy, found) == "≈"
-    assert ratio(other, found) == ""  # nothing of its group to compare with
-    assert ratio(BASE, found) == ""
+    assert against(fast, found) == "2.00×"
+    assert against(noisy, found) == "≈"
+    assert against(other, found) == ""  # nothing of its group to compare with
+    assert against(BASE, found) == ""
 
 
 def test_the_table_shows_circumstances_and_failures():

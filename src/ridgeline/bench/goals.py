@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.bench.contenders import CONTENDERS, find_contender
+from ridgeline.bench.ratios import SUBJECT, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record, WorkloadInfo, read_record
-
-SUBJECT = "best"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +30,9 @@ class Goal:
     ratio: float
     tokens_per_s: float | None = None
 
-    def fits(self, info: WorkloadInfo | None) -> bool:
-        """Whether a record's workload is this goal's."""
-        return info == WorkloadInfo(
+    def fits(self, record: Record) -> bool:
+        """Whether a record is of this goal's workload, on one card."""
+        return record.gpus <= 1 and record.workload == WorkloadInfo(
             name=self.workload, batch=self.batch, context=self.context, precision=self.precision
         )
 
@@ -91,26 +89,13 @@ def find_records(folder: str | Path) -> list[Record]:
     return sorted((r for r in records if r.kind == "bench"), key=lambda r: r.date, reverse=True)
 
 
-def _is_pytorch(result: ContenderResult) -> bool:
-    return result.name.split(":")[0] in CONTENDERS and find_contender(result.name).baseline
-
-
 def judge(goal: Goal, records: Sequence[Record]) -> Verdict:
-    """The verdict of the newest record in which `best` and a PyTorch contender both finished."""
+    """The verdict of the newest record in which `best` and a PyTorch contender of its group both finished."""
     for record in records:
-        if not goal.fits(record.workload):
-            continue
-        pairs = [
-            (ours, other, ours.tokens_per_s / other.tokens_per_s)
-            for ours in record.contenders
-            for other in record.contenders
-            if ours.name == SUBJECT and _is_pytorch(other) and ours.group == other.group
-            if ours.tokens_per_s is not None and other.tokens_per_s is not None
-        ]
-        if pairs:
-            ours, other, ratio = min(pairs, key=lambda pair: pair[2])
-            noise = 0.5 * ((ours.spread or 0.0) + (other.spread or 0.0))
-            return Verdict(goal=goal, record=record, ours=ours, pytorch=other, ratio=ratio, noise=noise)
+        found = over_pytorch(record) if goal.fits(record) else None
+        if found is not None:
+            ours, other = record.result(SUBJECT, found.group), record.result(found.over, found.group)
+            return Verdict(goal=goal, record=record, ours=ours, pytorch=other, ratio=found.value, noise=found.noise)
     return Verdict(goal=goal)
 
 

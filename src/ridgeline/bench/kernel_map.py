@@ -30,7 +30,8 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), name)
     for pattern, name in (
         (r"log_?softmax|nll_loss|cross_entropy|log_?sum_?exp|count_valid|mean_loss", "cross_entropy"),
-        (r"flash|fmha|sdpa|scaled_dot_product|attention|attn|softmax|group_gradients|table_gradient$", "attention"),
+        (r"(?<![a-z])table_gradient(_kernel)?$|group_gradients", "relative_table"),
+        (r"flash|fmha|sdpa|scaled_dot_product|attention|attn|softmax|(query|key)_gradient_kernel", "attention"),
         (r"layer_?norm|rms_?norm|norm_(forward|backward)_kernel|GammaBeta", "norm"),
         (r"gelu", "gelu"),
         (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight|gather_kernel", "embedding"),
@@ -49,6 +50,28 @@ _WEAK_RULES: tuple[tuple[str, Phase | None, str], ...] = (
     (r"aten::add|CUDAFunctor_add|fused_add", None, "residual"),
 )
 
+# this package's own kernels: what they work for in the forward and in the backward pass
+_HEADS = (
+    EITHER.join(("heads.norm", "heads.up", "heads.down", "cross_entropy")),
+    EITHER.join(
+        ("heads.norm", *(f"heads.{part}.{side}_gradient" for part in ("up", "down") for side in ("input", "weight")))
+    ),
+)
+_WEIGHTS = EITHER.join(f"{name}.weight_gradient" for name in ("qkv", "out", "mlp_up", "mlp_down"))
+_OWN: dict[str, tuple[str, str]] = {
+    "gemm": ("mlp_up", "mlp_down.input_gradient"),
+    "stationary": ("mlp_up", "mlp_down.input_gradient"),
+    "mlp_forward": (f"mlp_up{EITHER}mlp_down",) * 2,
+    "mlp_backward": (f"mlp_down.input_gradient{EITHER}mlp_up.input_gradient",) * 2,
+    "project_forward": ("out", "out"),
+    "project_backward": ("qkv.input_gradient",) * 2,
+    "weight_gradients": (_WEIGHTS, _WEIGHTS),
+    "reduce": ("bias gradients", "bias gradients"),
+    "input_vector_kernel": ("input", "input"),
+    **dict.fromkeys(
+        ("pack_kernel", "head_kernel", "scale_kernel", "state_gradient_kernel", "weight_gradients_kernel"), _HEADS
+    ),
+}
 
 Same = Callable[[int, int], bool]
 
@@ -107,12 +130,16 @@ class KernelMap:
         """The name of the op, as the accounting has it; UNMAPPED where no rule knows it."""
         if kernel.update:
             return "adamw"
+        if kernel.scope:
+            return kernel.scope
         if kernel.kind != "kernel":
             return COPIES
         if kernel.phase == "optimizer":
             return "adamw" if _UPDATE.search(kernel.name) else "grad_norm"
         if kernel.operator in _PRODUCTS:
             return self._product(kernel)
+        if kernel.name in _OWN:
+            return _OWN[kernel.name][kernel.phase == "backward"]
         if _BATCHED.match(kernel.operator) or self._has_scores(kernel.shapes):
             return "attention"
         text = f"{kernel.operator} {kernel.name}"
@@ -150,16 +177,19 @@ class KernelMap:
             names = dict.fromkeys(f"{layer.name}{role}" for layer, role in roles if role is not None)
             if names:
                 return EITHER.join(names)
+        if not isinstance(self.config, LanguageConfig) and self.N in (rows, depth):
+            return _HEADS[kernel.phase == "backward"]  # all heads' weights side by side
         return UNMAPPED
 
     def _role(self, layer: Layer, rows: int, depth: int, columns: int, phase: Phase | None, same: Same) -> str | None:
+        backward = phase == "backward" or layer.name == "head"  # a fused loss has its gradients in the forward pass
         if rows == self.N:
             if phase == "forward" and same(depth, layer.inputs) and same(columns, layer.outputs):
                 return ""
-            if phase == "backward" and same(depth, layer.outputs) and same(columns, layer.inputs):
+            if backward and same(depth, layer.outputs) and same(columns, layer.inputs):
                 return ".input_gradient"
         # PyTorch computes dyᵀ x; the transpose of it is tried only by layers whose shape no other one has
-        if depth == self.N and phase == "backward":
+        if depth == self.N and backward:
             if same(rows, layer.outputs) and same(columns, layer.inputs):
                 return ".weight_gradient"
             alone = not any((o.outputs, o.inputs) == (layer.inputs, layer.outputs) for o in self.layers)

@@ -6,23 +6,20 @@ not say who launched them; of a contender that runs captured, the captured step 
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ridgeline.bench.contenders import Contender, build_step, find_contender
+from ridgeline.bench.circumstances import git_revision, versions
+from ridgeline.bench.contenders import build_step, find_contender
 from ridgeline.bench.explain import ExplainResult, explain, preset_case
 from ridgeline.bench.kernel_map import EITHER, UNMAPPED, KernelMap
 from ridgeline.bench.nvml import monitor
-from ridgeline.bench.run import git_revision, versions
 from ridgeline.bench.timing import Timing, summarise, time_steps, warm_up
-from ridgeline.bench.trace import Kernel, Occupation, occupation, read_trace
+from ridgeline.bench.trace import Kernel, Occupation, occupation, profile, read_trace
 from ridgeline.bench.workloads import Workload, random_batch
 from ridgeline.cost import PHASES, Phase, mfu
 from ridgeline.errors import ConfigError, UnsupportedError
@@ -211,27 +208,6 @@ def tabulate(
     return tuple(rows), tuple(sorted(strangers.items(), key=lambda item: -item[1]))
 
 
-def profile(step: Callable[[], object], steps: int) -> dict[str, Any]:
-    """The Chrome trace of `steps` steps; one more is run first, under the profiler, to set it up."""
-    cuda = torch.cuda.is_available()
-    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
-    with tempfile.TemporaryDirectory(prefix="ridgeline-trace-") as folder:
-        path = Path(folder) / "trace.json"
-        with torch.profiler.profile(
-            activities=activities,
-            record_shapes=True,
-            schedule=schedule,
-            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
-        ) as profiler:
-            for number in range(1 + steps):
-                step()
-                if cuda and number in (0, steps):  # what the first step left running is not the others'
-                    torch.cuda.synchronize()
-                profiler.step()
-        return json.loads(path.read_text(errors="replace"))
-
-
 def current_ceilings() -> Ceilings:
     """The stored ceilings of the card that is here under its present driver; measured and stored if there are none."""
     reading = read_driver()
@@ -281,13 +257,13 @@ def measure_preset(
     data = random_batch(work, device)
     torch.cuda.reset_peak_memory_stats(device)
 
-    def ready(chosen: Contender) -> Callable[[], object]:
-        run = build_step(chosen, work, device)
+    def ready(*, capture: bool) -> Callable[[], object]:
+        run = build_step(contender, work, device, capture=capture)
         warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
         return lambda: run(data)
 
     try:
-        step = ready(contender)
+        step = ready(capture=True)
     except torch.OutOfMemoryError as error:
         reason = f"batch={case.batch} does not fit {spec.name} under the engine {engine}; make the batch smaller"
         raise ConfigError(reason) from error
@@ -295,8 +271,8 @@ def measure_preset(
     peak = torch.cuda.max_memory_allocated(device)
     kernels = read_trace(profile(step, steps))
     used = occupation(kernels)
-    if contender.capture:
-        step = ready(replace(contender, capture=False))
+    if contender.settings.capture:
+        step = ready(capture=False)
         kernels = read_trace(profile(step, steps))
     rows, unmapped = tabulate(kernels, explained, steps, case.model)
     return MeasureResult(

@@ -111,3 +111,17 @@ def extremes(readings: list[Clocks]) -> dict[str, Any] | None:
         values = [value for r in readings if (value := getattr(r, field)) is not None]
         found[field] = [min(values), max(values)] if values else None
     return found
+
+
+def merged(earlier: dict[str, Any] | None, later: dict[str, Any]) -> dict[str, Any]:
+    """The clocks of two runs as those of one: before the first, after the second, and the extremes of both."""
+    if not earlier:
+        return later
+    a, b = earlier.get("during"), later.get("during")
+    if not a or not b:
+        return {**later, "before": earlier["before"], "during": a or b}
+    during: dict[str, Any] = {"throttle": sorted({*a["throttle"], *b["throttle"]})}
+    for field in ("sm_mhz", "memory_mhz", "power_w", "temperature_c"):
+        ends = [*(a[field] or []), *(b[field] or [])]
+        during[field] = [min(ends), max(ends)] if ends else None
+    return {"before": earlier["before"], "during": during, "after": later["after"]}

@@ -18,7 +18,8 @@ from ridgeline.models import LanguageConfig, Model, build
 from ridgeline.models.language import IGNORE, LanguageModel
 from ridgeline.ops.dropout import DropoutState
 
-PEERS = ("transformers", "liger")
+PEERS = {"transformers": "compile+graph", "liger": "graph"}
+"""The engine that runs each of them: Liger's kernels are Triton already, the other is compiled."""
 
 
 def _language(case: Workload, peer: str) -> LanguageConfig:

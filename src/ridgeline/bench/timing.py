@@ -56,15 +56,28 @@ def time_steps(step: Callable[[], object], count: int, device: torch.device) -> 
     return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
 
 
-def warm_up(step: Callable[[], object], device: torch.device, *, limit_s: float = 20.0) -> int:
-    """Runs steps until two windows in a row agree, or for `limit_s` seconds. Returns how many it ran."""
-    ran, previous, start = 0, 0.0, time.perf_counter()
-    while time.perf_counter() - start < limit_s:
+def warm_up(
+    step: Callable[[], object],
+    device: torch.device,
+    *,
+    limit_s: float = 20.0,
+    agree: Callable[[float], float] = float,
+) -> int:
+    """Runs steps until two windows in a row agree, or for `limit_s` seconds. Returns how many it ran.
+
+    Args:
+        step: what to run.
+        device: where it runs.
+        limit_s: longest time.
+        agree: what all processes that train together make of a number; one of them decides whether to go on.
+    """
+    ran, previous, start, going = 0, 0.0, time.perf_counter(), limit_s > 0
+    while going:
         median = statistics.median(time_steps(step, WINDOW, device))
         ran += WINDOW
-        if previous and abs(median - previous) <= STABLE * previous:
-            break
+        stable = previous > 0 and abs(median - previous) <= STABLE * previous
         previous = median
+        going = agree(float(not stable and time.perf_counter() - start < limit_s)) > 0
     return ran
 
 

@@ -8,12 +8,18 @@ phases: autograd's nodes run inside `autograd::engine::evaluate_function`, an up
 from __future__ import annotations
 
 import bisect
+import json
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ridgeline.cost import Phase
+from ridgeline.ops.scope import PREFIX
 
 GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 HOST = {"cpu_op", "user_annotation"}
@@ -39,6 +45,7 @@ class Kernel:
         shapes: that operator's input shapes.
         phase: of the step; None where the launch is not in the trace or launched a whole graph.
         update: launched inside the optimiser's own step.
+        scope: the op that the code says it works for (ops/scope.py); empty where it says nothing.
     """
 
     name: str
@@ -50,6 +57,7 @@ class Kernel:
     shapes: tuple[Shape, ...] = ()
     phase: Phase | None = None
     update: bool = False
+    scope: str = ""
 
     @property
     def end(self) -> float:
@@ -162,6 +170,8 @@ def read_trace(trace: dict[str, Any]) -> list[Kernel]:
         if event.get("cat") in LAUNCHES and "correlation" in event.get("args", {})
     }
     operators = _launchers([event for event in events if event.get("cat") == "cpu_op"], list(launches.values()))
+    named = [e for e in events if e.get("cat") == "user_annotation" and e.get("name", "").startswith(PREFIX)]
+    scopes = _launchers(named, list(launches.values()))
     phases = _Phases(events)
     kernels = []
     for event in events:
@@ -173,6 +183,7 @@ def read_trace(trace: dict[str, Any]) -> list[Kernel]:
         if launch is not None and "GraphLaunch" in launch["name"]:
             launch = None  # it launched a whole graph, and says nothing of its kernels
         operator = operators.get(correlation, {}) if launch is not None else {}
+        scope = scopes.get(correlation, {}) if launch is not None else {}
         kernels.append(
             Kernel(
                 name=event["name"],
@@ -184,6 +195,7 @@ def read_trace(trace: dict[str, Any]) -> list[Kernel]:
                 shapes=_shapes(operator),
                 phase=None if launch is None else phases.of(launch["ts"], launch.get("tid")),
                 update=launch is not None and launch["ts"] in phases.updates,
+                scope=scope.get("name", "").removeprefix(PREFIX),
             )
         )
     return sorted(kernels, key=lambda kernel: kernel.start)
@@ -246,3 +258,24 @@ def occupation(kernels: Sequence[Kernel]) -> Occupation:
         gaps=tuple(sorted(gaps, reverse=True)),
         kernels=len(kernels),
     )
+
+
+def profile(step: Callable[[], object], steps: int) -> dict[str, Any]:
+    """The Chrome trace of `steps` steps; one more is run first, under the profiler, to set it up."""
+    cuda = torch.cuda.is_available()
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if cuda else [])]
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=steps, repeat=1)
+    with tempfile.TemporaryDirectory(prefix="ridgeline-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        with torch.profiler.profile(
+            activities=activities,
+            record_shapes=True,
+            schedule=schedule,
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)),
+        ) as profiler:
+            for number in range(1 + steps):
+                step()
+                if cuda and number in (0, steps):  # what the first step left running is not the others'
+                    torch.cuda.synchronize()
+                profiler.step()
+        return json.loads(path.read_text(errors="replace"))

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from ridgeline.bench.timing import Timing, distinct
+from ridgeline.bench.ratios import ratio
 from ridgeline.records import ContenderResult, Record
 
 REFERENCE = "compile+graph"
 
 
-def _timing(result: ContenderResult) -> Timing | None:
-    if result.step_ms is None or result.spread is None:
-        return None
-    return Timing(result.step_ms, result.spread, 0)
-
-
-def ratio(result: ContenderResult, record: Record) -> str:
+def against(result: ContenderResult, record: Record) -> str:
     """Speed against `compile+graph` of the same group: "1.84×", or "≈" where the spread swallows the difference."""
-    reference = record.result(REFERENCE, result.group)
-    mine, theirs = _timing(result), None if reference is None else _timing(reference)
-    if mine is None or theirs is None or result is reference:
-        return ""
-    return f"{theirs.median_ms / mine.median_ms:.2f}×" if distinct(mine, theirs) else "≈"
+    found = ratio(record, result.name, REFERENCE, result.group)
+    return "" if found is None else str(found)
 
 
 def _cell(value: float | None, scale: float, form: str) -> str:
@@ -36,7 +27,7 @@ def _line(result: ContenderResult, record: Record) -> str:
         f"{_cell(result.tokens_per_s, 1e-3, ',.0f'):>11}{_cell(result.windows_per_s, 1, ',.0f'):>11}"
         f"{_cell(result.mfu, 100, '.1f'):>7}{_cell(result.floor_share, 100, '.1f'):>7}"
         f"{_cell(result.peak_memory_bytes, 2**-30, '.1f'):>8}{_cell(result.first_step_s, 1, '.1f'):>9}"
-        f"{ratio(result, record):>8}"
+        f"{against(result, record):>8}"
     )
 
 

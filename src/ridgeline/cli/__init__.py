@@ -21,6 +21,8 @@ VERBS = {
     "play": "judge a trained policy by playing games",
     "explain": "say where a step's time must go on a card, and what would help",
     "doctor": "say what would run here and why, and what is known to go wrong",
+    "bench": "measure ways to train a workload against each other, and write a record",
+    "report": "draw records into one page: ladders, phases, sweeps, rooflines, losses, strength",
     "study": "answer by many runs: race",
     "demo": "train on the shipped Boxing games, then play 30 games",
 }

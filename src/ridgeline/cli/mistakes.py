@@ -34,6 +34,14 @@ class Option:
     flag: bool = False
 
 
+class Place(typing.NamedTuple):
+    """A positional argument: its name, whether it must be there, and whether any number of them may be."""
+
+    name: str
+    required: bool
+    many: bool
+
+
 def find_mistake(kind: type, arguments: Sequence[str], verb: str, fixed: Mapping[str, str]) -> str | None:
     """The first mistake in the arguments of a verb, or None.
 
@@ -50,7 +58,7 @@ def find_mistake(kind: type, arguments: Sequence[str], verb: str, fixed: Mapping
         word = rest.pop(0)
         if not _names_option(word):
             given += 1
-            if given > len(positionals):
+            if given > len(positionals) and not (positionals and positionals[-1].many):
                 return f"unexpected argument {word!r}; leave it out or name its option, {help_}"
             continue
         name, equals, value = word.partition("=")
@@ -60,14 +68,14 @@ def find_mistake(kind: type, arguments: Sequence[str], verb: str, fixed: Mapping
         mistake = _check(option, [value] if equals else _take(option, rest), attached=bool(equals))
         if mistake:
             return mistake
-    missing = [name for name, required in positionals[given:] if required]
+    missing = [place.name for place in positionals[given:] if place.required]
     return f"{missing[0]} is missing; give it first: ridgeline {verb} {' '.join(missing)}" if missing else None
 
 
-def _describe(kind: type, prefix: str) -> tuple[dict[str, Option], list[tuple[str, bool]]]:
-    """The options of a dataclass by name, and its positional arguments, each with whether it must be there."""
+def _describe(kind: type, prefix: str) -> tuple[dict[str, Option], list[Place]]:
+    """The options of a dataclass by name, short ones included, and its positional arguments."""
     options: dict[str, Option] = {}
-    positionals: list[tuple[str, bool]] = []
+    positionals: list[Place] = []
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -79,9 +87,11 @@ def _describe(kind: type, prefix: str) -> tuple[dict[str, Option], list[tuple[st
             flat = any(getattr(note, "name", None) == "" for note in notes)
             options |= _describe(hint, prefix if flat else f"{name}.")[0]  # type: ignore[arg-type]
         elif Positional in notes:
-            positionals.append((field.name.upper(), field.default is dataclasses.MISSING))
+            many = typing.get_origin(hint) is tuple
+            positionals.append(Place(field.name.upper(), field.default is dataclasses.MISSING, many))
         else:
-            options[f"--{name}"] = _option(f"--{name}", hint)
+            shorts = [short for note in notes for short in getattr(note, "aliases", None) or ()]
+            options |= {spelling: _option(spelling, hint) for spelling in (f"--{name}", *shorts)}
             if hint is bool and FlagCreatePairsOff not in notes:
                 negated = f"--{prefix}no-{field.name}".replace("_", "-")
                 options[negated] = _option(negated, bool)

@@ -104,30 +104,21 @@ def make_step(model: Model, config: TrainConfig, *, world: int = 1) -> Step:
     Args:
         model: on its device.
         config: the run.
-        world: processes that train together. Several of them always run the step engine, which sums their gradients;
-            an engine of PyTorch's own optimiser is then the same program call by call.
+        world: processes that train together.
 
     Raises:
         UnsupportedError: the engine cannot run here; says why.
     """
-    engine, precision = engine_called(config.engine), config.precision
-    if world > 1 and not engine.own:
-        if engine.compile not in (None, "default"):
-            raise UnsupportedError(
-                f"engine {config.engine} captures graphs of its own, into which no all-reduce fits; with {world} "
-                "processes use best, compile+graph, graph, compile or eager"
-            )
-        precision = f"{precision}-autocast" if precision in ("bf16", "fp16") else precision
     return engine_step(
-        engine,
+        engine_called(config.engine),
         model,
         config.optimizer,
         steps=config.total_steps,
-        precision=precision,
+        precision=config.precision,
         accumulate=config.accumulation,
         lanes=config.lanes or None,
         seed=config.seed,
-        own=engine.own or world > 1,
+        world=world,
     )
 
 
@@ -141,7 +132,8 @@ def engine_step(
     accumulate: int = 1,
     lanes: int | None = None,
     seed: int = 0,
-    own: bool | None = None,
+    world: int = 1,
+    own: bool = False,
     capture: bool | None = None,
 ) -> TrainStep | TorchStep:
     """A step on `model` as `engine` runs it.
@@ -155,13 +147,24 @@ def engine_step(
         accumulate: parts of a batch.
         lanes: pieces of a part that run beside each other, in the step engine alone; None for `engine.lanes`.
         seed: of the run.
-        own: whether the step engine takes the step; None for `engine.own`.
+        world: processes that train together. Several of them always run the step engine, which sums their gradients;
+            an engine of PyTorch's own optimiser is then the same program call by call.
+        own: the step engine takes the step also where `engine` would leave it to PyTorch; half precision then means
+            copies of the weights.
         capture: whether the step engine captures it; None for `engine.capture`.
 
     Raises:
         UnsupportedError: it cannot run here; says why.
     """
-    if engine.own if own is None else own:
+    own = own or engine.own
+    if world > 1 and not own:
+        if engine.compile not in (None, "default"):
+            raise UnsupportedError(
+                f"engine {engine.compile} captures graphs of its own, into which no all-reduce fits; with {world} "
+                "processes use best, compile+graph, graph, compile or eager"
+            )
+        precision = f"{precision}-autocast" if precision in ("bf16", "fp16") else precision
+    if own or world > 1:
         return TrainStep(
             model,
             optimizer=optimizer,

@@ -1,0 +1,77 @@
+"""Ratios of speeds, taken only where they mean something: between contenders that took turns in one group of one
+record, and only if their difference is more than the spread of their times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ridgeline.bench.contenders import is_baseline
+from ridgeline.bench.timing import Timing, distinct
+from ridgeline.records import ContenderResult, Record
+
+SUBJECT = "best"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """How many times as fast one contender is as another of its group.
+
+    Attributes:
+        value: ratio of the median steps.
+        noise: by how much the spreads of the two allow it to be wrong, as a share of it.
+        distinct: whether the difference is more than the spread; if not, the value must not be shown.
+        over: the other contender.
+        group: the group that both took turns in.
+    """
+
+    value: float
+    noise: float
+    distinct: bool
+    over: str
+    group: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}×" if self.distinct else "≈"
+
+
+def _timing(result: ContenderResult) -> Timing | None:
+    if result.step_ms is None or result.spread is None:
+        return None
+    return Timing(result.step_ms, result.spread, 0)
+
+
+def ratio(record: Record, name: str, over: str, group: int | None = None) -> Ratio | None:
+    """How many times as fast `name` is as `over`; None where no group of the record timed both.
+
+    Args:
+        record: the run that both took part in.
+        name, over: contenders.
+        group: the group to look in; None for the first that timed both.
+    """
+    for mine in record.contenders:
+        if mine.name != name or group not in (None, mine.group):
+            continue
+        other = record.result(over, mine.group)
+        ours, theirs = _timing(mine), None if other is None else _timing(other)
+        if ours is not None and theirs is not None and mine is not other:
+            return Ratio(
+                value=theirs.median_ms / ours.median_ms,
+                noise=0.5 * (ours.spread + theirs.spread),
+                distinct=distinct(ours, theirs),
+                over=over,
+                group=mine.group,
+            )
+    return None
+
+
+def baselines(record: Record, group: int | None = None) -> Sequence[ContenderResult]:
+    """PyTorch's contenders that were timed, the fastest first."""
+    found = [c for c in record.contenders if c.step_ms and group in (None, c.group) and is_baseline(c.name)]
+    return sorted(found, key=lambda c: c.step_ms or 0.0)
+
+
+def over_pytorch(record: Record, name: str = SUBJECT) -> Ratio | None:
+    """The smallest ratio of `name` to any PyTorch contender, each taken within its group: to the best PyTorch."""
+    found = [ratio(record, name, other.name, other.group) for other in baselines(record)]
+    return min((r for r in found if r is not None), key=lambda r: r.value, default=None)

@@ -1,0 +1,37 @@
+"""What `ridgeline bench` measures unless it is told otherwise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from ridgeline.bench.contenders import CONTENDERS
+from ridgeline.bench.workloads import Workload
+from ridgeline.records import Record
+
+CPU = ("eager", "compile")
+
+
+def usual_contenders(case: Workload, device: torch.device) -> list[str]:
+    """Every engine and rung on a card, with attention written out where that is PyTorch's faster way; on the CPU what
+    runs there."""
+    if device.type == "cpu":
+        return list(CPU)
+    engines = [name for name, contender in CONTENDERS.items() if contender.peer is None]
+    return [*engines, *(["compile+graph:explicit"] if case.model.decoder.positions == "relative" else [])]
+
+
+def record_file(record: Record, folder: str | Path) -> Path:
+    """A file for the record that is not there yet: FOLDER/CARD/DATE-bench-WORKLOAD-bB-tT-PRECISION.json."""
+    info = record.workload
+    assert info is not None
+    card = re.sub(r"[^a-z0-9]+", "-", record.card.lower()).strip("-")
+    cards = f"-{record.gpus}gpus" if record.gpus > 1 else ""
+    stem = f"{record.date[:10]}-{record.kind}-{info.name}-b{info.batch}-t{info.context}-{info.precision}{cards}"
+    file, number = Path(folder) / card / f"{stem}.json", 1
+    while file.exists():
+        number += 1
+        file = file.with_name(f"{stem}-{number}.json")
+    return file

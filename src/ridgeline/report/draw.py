@@ -1,0 +1,252 @@
+"""The kinds of chart, each from plain data; what is drawn, and why, `sections` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ridgeline.report.palette import Palette
+from ridgeline.report.svg import Chart, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+ROW_IN = 0.27
+LINES = 6  # colours for lines
+LABELLED = 7  # dots of a roofline that are named
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A horizontal bar.
+
+    Attributes:
+        label: in front of it.
+        value: its length.
+        role: its colour.
+        text: behind it.
+        spread: half-width of its whisker, in units of `value`.
+    """
+
+    label: str
+    value: float
+    role: str
+    text: str
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A curve; `low` and `high` are a band around it."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dot:
+    """An op under a roofline: FLOPs a byte, FLOP/s, phase, and its share of the time."""
+
+    label: str
+    intensity: float
+    flops_per_s: float
+    role: str
+    share: float
+
+
+def _dress(axes: Axes, palette: Palette, *, grid: str) -> None:
+    for spine in axes.spines.values():
+        spine.set_color(palette["grid"])
+    axes.tick_params(colors=palette["muted"], labelcolor=palette["muted"])
+    axes.grid(axis=grid, color=palette["grid"], linewidth=0.7)  # type: ignore[arg-type]
+    axes.title.set_color(palette["ink"])
+    axes.xaxis.label.set_color(palette["muted"])
+    axes.yaxis.label.set_color(palette["muted"])
+
+
+def _rows(axes: Axes, labels: Sequence[str], palette: Palette) -> None:
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
+    for label in axes.get_yticklabels():
+        label.set_color(palette["ink"])
+    axes.spines["bottom"].set_visible(False)
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar], palette: Palette, unit: str) -> None:
+    longest = max(bar.value + bar.spread for bar in bars)
+    for row, bar in enumerate(bars):
+        axes.barh(row, bar.value, height=0.66, color=palette[bar.role])
+        if bar.spread:
+            axes.errorbar(bar.value, row, xerr=bar.spread, color=palette["ink"], linewidth=0.9, capsize=1.5)
+        axes.text(
+            bar.value + bar.spread + 0.012 * longest, row, bar.text, va="center", color=palette["ink"], fontsize=8
+        )
+    _rows(axes, [bar.label for bar in bars], palette)
+    axes.set_xlim(0, 1.0 * longest)
+    axes.set_xlabel(unit)
+    _dress(axes, palette, grid="x")
+
+
+def bars(found: Sequence[Bar], unit: str) -> Chart:
+    """Horizontal bars with their values behind them."""
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        figure = new_figure(ROW_IN * len(found) + 0.55, narrow=narrow)
+        axes = figure.subplots()
+        _draw_bars(axes, found, palette, unit)
+        axes.set_xlim(0, max(bar.value for bar in found) * (1.75 if narrow else 1.3))
+        return figure
+
+    return draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain:
+    """A step of a ladder: how many times faster here and in the article; None where it cannot be said."""
+
+    label: str
+    ours: float | None
+    article: float
+
+
+def ladder(found: Sequence[Bar], steps: Sequence[Gain], unit: str, theirs: str) -> Chart:
+    """Bars of the rungs, and beside them (on a phone below) each step's gain here and in the article."""
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        rows = (ROW_IN * len(found) + 0.55, 0.36 * len(steps) + 1.0)
+        height = sum(rows) + 0.2 if narrow else max(rows)
+        figure = new_figure(height, narrow=narrow)
+        if narrow:
+            left, right = figure.subplots(2, 1, height_ratios=rows)
+        else:
+            left, right = figure.subplots(1, 2, width_ratios=(1.75, 1))
+        _draw_bars(left, found, palette, unit)
+        left.set_xlim(0, max(bar.value for bar in found) * 1.5)
+        left.set_title("speed")
+        _draw_gains(right, steps, palette, theirs, -0.42 / (rows[1] if narrow else height))
+        return figure
+
+    return draw
+
+
+def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str, below: float) -> None:
+    for row, step in enumerate(steps):
+        ends = [value for value in (step.ours, step.article) if value is not None]
+        axes.plot([min(ends), max(ends)], [row, row], color=palette["grid"], linewidth=3, solid_capstyle="round")
+        axes.plot(step.article, row, "o", markersize=6.5, markerfacecolor="none", markeredgecolor=palette["article"],
+                  markeredgewidth=1.6, label=theirs if row == 0 else "_")  # fmt: skip
+        if step.ours is not None:
+            axes.plot(step.ours, row, "o", markersize=6.5, color=palette["rung"], label="here" if row == 0 else "_")
+    _rows(axes, [step.label for step in steps], palette)
+    axes.set_xlim(left=min(1.0, *(s.ours for s in steps if s.ours is not None)) - 0.12 if steps else 0)
+    axes.axvline(1, color=palette["muted"], linewidth=0.8)
+    axes.set_xlabel("times as fast as the rung before")
+    axes.set_title("what each step bought")
+    _dress(axes, palette, grid="x")
+    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, below), ncols=2, labelcolor=palette["ink"], fontsize=8,
+                handletextpad=0.1, columnspacing=1.0)  # fmt: skip
+
+
+def stacked(labels: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> Chart:
+    """Horizontal bars made of named parts; a part's name is its colour's role, else one of the lines'."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+
+    def role(name: str) -> str:
+        known = {"forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+        return known.get(name, f"line{names.index(name) % LINES}")
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        figure = new_figure(ROW_IN * len(labels) + 0.8, narrow=narrow)
+        axes = figure.subplots()
+        for row, part in enumerate(parts):
+            start = 0.0
+            for name in names:
+                axes.barh(row, part.get(name, 0.0), left=start, height=0.66, color=palette[role(name)],
+                          label=name if row == 0 else "_")  # fmt: skip
+                start += part.get(name, 0.0)
+            axes.text(start, row, f" {start:.3g}", va="center", color=palette["ink"], fontsize=8)
+        _rows(axes, labels, palette)
+        axes.set_xlim(0, max(sum(part.values()) for part in parts) * 1.12)
+        axes.set_xlabel(unit)
+        _dress(axes, palette, grid="x")
+        figure.legend(loc="outside upper left", ncols=len(names), labelcolor=palette["ink"], fontsize=8)
+        return figure
+
+    return draw
+
+
+def _draw_lines(axes: Axes, found: Sequence[Line], palette: Palette, marker: str) -> None:
+    for index, line in enumerate(found):
+        colour = palette[f"line{index % LINES}"]
+        axes.plot(line.x, line.y, marker=marker, markersize=3.5, color=colour, linewidth=1.6, label=line.label)
+        if line.low is not None and line.high is not None:
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
+
+
+def lines(
+    found: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    *,
+    ticks: Sequence[float] | None = None,
+    form: Callable[[float], str] | None = None,
+    from_zero: bool = False,
+) -> Chart:
+    """Curves over one axis; `ticks` makes it logarithmic to base 2 with just these marks."""
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        figure = new_figure(2.9, narrow=narrow)
+        axes = figure.subplots()
+        _draw_lines(axes, found, palette, "o" if ticks or len(found[0].x) < 30 else "")
+        if ticks:
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
+        if form is not None:
+            axes.yaxis.set_major_formatter(lambda value, _: form(value))
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        _dress(axes, palette, grid="both")
+        columns = 2 if narrow else 4
+        figure.legend(loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
+        return figure
+
+    return draw
+
+
+def roofline(dots: Sequence[Dot], peak: float, bandwidth: float) -> Chart:
+    """Ops under the roof of a card: FLOP/s over FLOPs a byte, the dot's area by its share of the step."""
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        figure = new_figure(3.6, narrow=narrow)
+        axes = figure.subplots()
+        low, high = min(dot.intensity for dot in dots) / 2, max(*(dot.intensity for dot in dots), peak / bandwidth) * 3
+        knee = peak / bandwidth
+        axes.plot([low, knee, high], [low * bandwidth / 1e12, peak / 1e12, peak / 1e12], color=palette["ink"],
+                  linewidth=1.4)  # fmt: skip
+        for role in dict.fromkeys(dot.role for dot in dots):
+            mine = [dot for dot in dots if dot.role == role]
+            axes.scatter([d.intensity for d in mine], [d.flops_per_s / 1e12 for d in mine],
+                         s=[14 + 700 * d.share for d in mine], color=palette[role], alpha=0.75, linewidths=0,
+                         label=role)  # fmt: skip
+        for dot in sorted(dots, key=lambda dot: -dot.share)[: LABELLED - 3 if narrow else LABELLED]:
+            axes.annotate(dot.label, (dot.intensity, dot.flops_per_s / 1e12), xytext=(5, -9),
+                          textcoords="offset points", fontsize=7.5, color=palette["ink"])  # fmt: skip
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlim(low, high)
+        axes.set_xlabel("FLOPs a byte")
+        axes.set_ylabel("TFLOP/s")
+        _dress(axes, palette, grid="both")
+        legend = figure.legend(loc="outside upper left", ncols=3, labelcolor=palette["ink"], fontsize=8)
+        for handle in legend.legend_handles:
+            handle.set_sizes([30])  # type: ignore[union-attr]
+        return figure
+
+    return draw

@@ -1,0 +1,170 @@
+"""A report: chapters of sections, and the circumstances of every record, as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import ridgeline
+from ridgeline.errors import ConfigError, require
+from ridgeline.records import Record
+from ridgeline.report.palette import DARK, LIGHT, variables
+from ridgeline.report.sections import Section, bench_sections, beside_section, headline, workload_name
+from ridgeline.report.series import (
+    curve_sections,
+    op_section,
+    plain_section,
+    roofline_section,
+    sweep_section,
+    sweeps,
+)
+from ridgeline.report.svg import inline_svg, write_png
+
+TEMPLATE = "report.html.j2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """Sections under one heading.
+
+    Attributes:
+        title: the heading.
+        sections: what is below it.
+        summary: the one sentence to remember.
+        folded: closed until it is asked for.
+    """
+
+    title: str
+    sections: Sequence[Section]
+    summary: str | None = None
+    folded: bool = False
+
+
+def chapters(records: Sequence[Record]) -> list[Chapter]:
+    """Everything that the records hold, in the order in which it is read: benchmarks, what they show together, single
+    ops and rooflines, curves.
+
+    Raises:
+        ConfigError: no records, or none that holds anything to show.
+    """
+    found = [
+        Chapter(title=workload_name(record), sections=list(bench_sections(record, index)), summary=headline(record))
+        for index, record in enumerate(records)
+        if record.kind == "bench" and not _swept(index, records)
+    ]
+    beside = beside_section(records)
+    if beside is not None:
+        found.append(Chapter(title="The smaller model on every other frame", sections=[beside]))
+    for number, sweep in enumerate(sweeps(records)):
+        found.append(Chapter(title=sweep.title, sections=[sweep_section(sweep, records, number)]))
+        found += [
+            Chapter(
+                title=workload_name(records[index]),
+                sections=list(bench_sections(records[index], index)),
+                summary=headline(records[index]),
+                folded=True,
+            )
+            for index in sweep.members
+        ]
+    found += [chapter for index, record in enumerate(records) for chapter in _other(record, index)]
+    if not found:
+        raise ConfigError("there is nothing to report: name at least one record that a benchmark, study or race wrote")
+    return found
+
+
+def _swept(index: int, records: Sequence[Record]) -> bool:
+    return any(index in sweep.members for sweep in sweeps(records))
+
+
+def _other(record: Record, index: int) -> list[Chapter]:
+    """Chapters of what is no benchmark, and of a benchmark's curves."""
+    sections = list(curve_sections(record, index))
+    if record.kind == "explain":
+        roof = roofline_section(record, index)
+        sections += [roof] if roof is not None else [op_section(record, index)]
+    elif record.kind == "ops":
+        sections.append(op_section(record, index))
+    elif record.kind != "bench" and record.contenders:
+        sections.append(plain_section(record, index))
+    return (
+        [Chapter(title=f"{record.kind.capitalize()}: {workload_name(record)}", sections=sections)] if sections else []
+    )
+
+
+def _range(values: list[float] | None, unit: str) -> str:
+    return "?" if not values else f"{values[0]:.0f}–{values[1]:.0f} {unit}"
+
+
+def circumstances(record: Record) -> dict[str, str]:
+    """Where, when and under what a record was measured."""
+    during = (record.clocks or {}).get("during") or {}
+    said = {
+        "workload": workload_name(record),
+        "card": record.card + (f" × {record.gpus}" if record.gpus > 1 else ""),
+        "date": record.date,
+        "revision": record.git or "not known",
+        "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
+    }
+    if during:
+        said["clock"] = _range(during.get("sm_mhz"), "MHz")
+        said["power"] = _range(during.get("power_w"), "W")
+        said["temperature"] = _range(during.get("temperature_c"), "°C")
+        said["throttled by"] = ", ".join(during.get("throttle") or []) or "nothing"
+    return said
+
+
+def _drawn(section: Section) -> dict[str, Any]:
+    """A section with its drawings; Markup, because they are this package's own."""
+    markup = require("markupsafe", "report").Markup
+    figures = {}
+    if section.chart is not None:
+        for name, narrow in (("wide", False), ("narrow", True)):
+            figures[name] = markup(inline_svg(section.chart, f"{section.key}-{name}", section.title, narrow=narrow))
+    return {"section": section, "figures": figures}
+
+
+def build_page(records: Sequence[Record], *, title: str = "Ridgeline report") -> str:
+    """The page as text.
+
+    Raises:
+        ConfigError: nothing to show.
+        MissingExtraError: jinja2 or Matplotlib is not installed.
+    """
+    jinja2 = require("jinja2", "report")
+    source = resources.files("ridgeline.report").joinpath("templates", TEMPLATE).read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    parts = [
+        {"chapter": chapter, "id": f"chapter-{number}", "sections": [_drawn(section) for section in chapter.sections]}
+        for number, chapter in enumerate(chapters(records))
+    ]
+    markup = require("markupsafe", "report").Markup
+    return environment.from_string(source).render(
+        title=title,
+        version=ridgeline.__version__,
+        light=markup(variables(LIGHT)),
+        dark=markup(variables(DARK)),
+        parts=parts,
+        cards=sorted({record.card for record in records}),
+        dates=sorted({record.date[:10] for record in records}),
+        circumstances=[circumstances(record) for record in records],
+    )
+
+
+def write_images(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Every figure as a PNG, named by its section.
+
+    Raises:
+        ConfigError: nothing to show.
+        MissingExtraError: Matplotlib is not installed.
+    """
+    return [
+        write_png(section.chart, folder / f"{section.key}.png")
+        for chapter in chapters(records)
+        for section in chapter.sections
+        if section.chart is not None
+    ]

@@ -1,0 +1,295 @@
+"""What a report says: records as sections, each a drawing, the table under it, and what it must not be taken for."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ridgeline.bench.contenders import is_baseline
+from ridgeline.bench.explain_view import amount
+from ridgeline.bench.ratios import SUBJECT, baselines, over_pytorch, ratio
+from ridgeline.hardware.spec import GIB
+from ridgeline.records import ContenderResult, Record
+from ridgeline.report import articles
+from ridgeline.report.draw import Bar, Gain, bars, ladder, stacked
+from ridgeline.report.svg import Chart
+from ridgeline.report.table import Cell, Table, number, quantity, words
+
+SWALLOWED = (
+    "× PyTorch is the ratio to the fastest PyTorch contender of the same group; ≈ means that the difference is less "
+    "than the spread of the step times: no ratio can be given."
+)
+
+SEPARATOR = " · "
+MERGED = {
+    "attention": "attention", "relative table": "attention", "QKV": "projections", "output projection": "projections",
+    "MLP up": "MLP", "MLP down": "MLP", "norms": "norms", "pointwise": "pointwise",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One figure with its table.
+
+    Attributes:
+        key: unique; of HTML ids and file names.
+        title: what is shown.
+        lead: how to read it, in a sentence or two.
+        chart: the drawing; None where a table says it all.
+        table: the same in numbers.
+        notes: what must not be concluded.
+        source: index of the record in the report; None for several.
+    """
+
+    key: str
+    title: str
+    lead: str
+    chart: Chart | None
+    table: Table
+    notes: Sequence[str] = ()
+    source: int | None = None
+
+
+def slug(text: str) -> str:
+    """A text as an id."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def workload_name(record: Record) -> str:
+    """The workload in words."""
+    info = record.workload
+    return "?" if info is None else f"{info.name}, batch {info.batch} × {info.context}, {info.precision}"
+
+
+def base_of(name: str) -> str:
+    """A contender's name without its variants, and a rung's without the single changes made to it."""
+    return re.split(r"[:+-]", name)[0] if re.match(r"[mr]\d", name) else name.split(":")[0]
+
+
+def role_of(name: str) -> str:
+    """The colour of a contender."""
+    if base_of(name) == SUBJECT:
+        return "ours"
+    if base_of(name) in articles.LADDER:
+        return "rung"
+    return "pytorch" if is_baseline(name) else "peer"
+
+
+def timed(record: Record) -> list[ContenderResult]:
+    """Every contender that was timed, once: rungs in climbing order, `best`, then the others from fast to slow."""
+    first: dict[str, ContenderResult] = {}
+    for result in record.contenders:
+        if result.step_ms is not None:
+            first.setdefault(result.name, result)
+    order = [*articles.LADDER, SUBJECT]
+
+    def place(result: ContenderResult) -> tuple[int, float]:
+        base = base_of(result.name)
+        return order.index(base) if base in order else len(order), result.step_ms or 0.0
+
+    return sorted(first.values(), key=place)
+
+
+def rungs_of(record: Record) -> list[str]:
+    """The whole rungs that a record timed, in climbing order, `best` last."""
+    names = {result.name for result in timed(record)}
+    return [name for name in (*articles.LADDER, SUBJECT) if name in names]
+
+
+def contender_table(record: Record) -> Table:
+    """Every field of every contender; a failed one's reason."""
+    headers = ("contender", "group", "ms", "spread", "tokens/s", "windows/s", "× PyTorch", "MFU", "of floor",
+               "GiB", "first step s", "overlap")  # fmt: skip
+    rows: list[list[Cell]] = []
+    for result in record.contenders:
+        if result.error is not None:
+            rows.append([words(result.name), number(result.group, "d"), words(result.error, wide=True)])
+            continue
+        best = next(iter(baselines(record, result.group)), None)
+        found = (
+            None if best is None or best.name == result.name else ratio(record, result.name, best.name, result.group)
+        )
+        rows.append(
+            [
+                words(result.name),
+                number(result.group, "d"),
+                number(result.step_ms, ".4g"),
+                number(result.spread, ".1%"),
+                quantity(result.tokens_per_s),
+                quantity(result.windows_per_s),
+                Cell(text="–" if found is None else str(found)),
+                number(result.mfu, ".1%"),
+                number(result.floor_share, ".1%"),
+                number(result.peak_memory_bytes, ".1f", scale=1 / GIB),
+                number(result.first_step_s, ".1f"),
+                number(result.overlap, ".0%"),
+            ]
+        )
+    return Table(headers=headers, rows=rows)
+
+
+def _bars(record: Record) -> list[Bar]:
+    found = []
+    for result in timed(record):
+        speed, spread = result.tokens_per_s or 0.0, (result.spread or 0.0) * (result.tokens_per_s or 0.0) / 2
+        found.append(
+            Bar(
+                label=result.name, value=speed / 1e6, role=role_of(result.name), text=amount(speed), spread=spread / 1e6
+            )
+        )
+    return found
+
+
+def headline(record: Record) -> str | None:
+    """The one sentence of a record: `best` against the best PyTorch."""
+    found = over_pytorch(record)
+    mine = next((r for r in timed(record) if r.name == SUBJECT), None)
+    if found is None or mine is None:
+        return None
+    said = f"{found} the speed of" if found.distinct else "no faster or slower than the spread allows to say,"
+    return f"{amount(mine.tokens_per_s or 0.0)} tokens/s, {said} PyTorch's best ({found.over})"
+
+
+def _speed(record: Record, index: int) -> Section:
+    best = headline(record)
+    steps = [Gain(label=f"{a} → {b}", ours=_gain(record, a, b), article=articles.gain(a, b))
+             for a, b in articles.LADDER_STEPS if {a, b} <= set(rungs_of(record))]  # fmt: skip
+    notes = [SWALLOWED]
+    chart = bars(_bars(record), "million tokens/s")
+    lead = "Whole training steps, contenders taking turns; whiskers are the 10th to 90th percentile."
+    if steps:
+        chart = ladder(_bars(record), steps, "million tokens/s", f"article ({articles.LADDER_CARD})")
+        lead += " On the right what each rung gains over the one before it, here and as published."
+        notes += _slower(record)
+    return Section(
+        key=f"speed-{index}",
+        title="The ladder" if steps else "Speed",
+        lead=f"{best}. {lead}" if best else lead,
+        chart=chart,
+        table=contender_table(record),
+        notes=notes,
+        source=index,
+    )
+
+
+def _gain(record: Record, lower: str, upper: str) -> float | None:
+    found = ratio(record, upper, lower)
+    return None if found is None else found.value
+
+
+def _slower(record: Record) -> list[str]:
+    names = rungs_of(record)
+    said = []
+    for lower, upper in itertools.pairwise(names):
+        found = ratio(record, upper, lower)
+        if found is None:
+            said.append(f"{lower} and {upper} were not timed in one group, so no gain is given.")
+        elif not found.distinct:
+            said.append(f"{upper} and {lower} differ by less than their spread.")
+        elif found.value < 1:
+            said.append(f"{upper} is slower than {lower} here ({found}).")
+    return said
+
+
+def _phases(record: Record, index: int) -> Section | None:
+    found = [result for result in timed(record) if result.phases_ms]
+    if not found:
+        return None
+    names = list(dict.fromkeys(name for result in found for name in result.phases_ms or {}))
+    rows = [[words(r.name), *(number((r.phases_ms or {}).get(name), ".4g") for name in names)] for r in found]
+    return Section(
+        key=f"phases-{index}",
+        title="Phases of a step",
+        lead="Measured inside the step, by events that a captured step records as it runs; no phase is a share of a "
+        "total.",
+        chart=stacked([r.name for r in found], [r.phases_ms or {} for r in found], "milliseconds"),
+        table=Table(headers=("contender", *(f"{name} ms" for name in names)), rows=rows),
+        source=index,
+    )
+
+
+def _layers(record: Record, index: int) -> Section | None:
+    found = [result for result in timed(record) if result.groups_ms_per_layer]
+    if not found:
+        return None
+    groups = list(dict.fromkeys(name for result in found for name in result.groups_ms_per_layer or {}))
+    longest = max(value for result in found for value in (result.groups_ms_per_layer or {}).values())
+    rows: list[list[Cell]] = []
+    for group in groups:
+        values = [(result.groups_ms_per_layer or {}).get(group) for result in found]
+        rows.append([words(group), *(number(v, ".3f", share=None if v is None else v / longest) for v in values)])
+    for phase in ("forward", "backward"):
+        sums = [sum(v for g, v in (r.groups_ms_per_layer or {}).items() if g.startswith(phase)) for r in found]
+        rows.append([words(f"{phase}, all"), *(number(total, ".3f") for total in sums)])
+        theirs = [articles.LADDER.get(result.name) for result in found]
+        if any(theirs):
+            values = [None if t is None else getattr(t, f"{phase}_ms") for t in theirs]
+            rows.append([words(f"{phase}, article"), *(number(v, ".2f") for v in values)])
+    merged = [_merged(result.groups_ms_per_layer or {}) for result in found]
+    return Section(
+        key=f"layers-{index}",
+        title="Kernel time in a layer",
+        lead="Milliseconds of a layer's kernels, forward and backward, by what they work for, from a profile of the "
+        "step run call by call.",
+        chart=stacked([result.name for result in found], merged, "kernel milliseconds a layer"),
+        table=Table(headers=("group", *(result.name for result in found)), rows=rows),
+        notes=(
+            "Kernels that run at the same time are counted each, so a column can add up to more than the step takes. "
+            "A fused kernel counts for the first thing that it does.",
+        ),
+        source=index,
+    )
+
+
+def _merged(groups: dict[str, float]) -> dict[str, float]:
+    """The groups of both phases, put together to as many as can be told apart by colour."""
+    found: dict[str, float] = {}
+    for name, value in groups.items():
+        group = MERGED.get(name.split(SEPARATOR)[-1], "rest")
+        found[group] = found.get(group, 0.0) + value
+    return found
+
+
+def bench_sections(record: Record, index: int) -> Iterator[Section]:
+    """The sections of one benchmark: speed or ladder, phases, kernel time in a layer."""
+    if timed(record):
+        yield _speed(record, index)
+        for section in (_phases(record, index), _layers(record, index)):
+            if section is not None:
+                yield section
+    else:
+        yield Section(
+            key=f"speed-{index}", title="Speed", lead="No contender could be timed.", chart=None,
+            table=contender_table(record), source=index,
+        )  # fmt: skip
+
+
+def beside_section(records: Sequence[Record]) -> Section | None:
+    """hal-5m set beside hal-20m in windows/s, as the first article's x2 beside r16; None unless both were measured on
+    one card. No ratio: they did not take turns in one run."""
+    newest: dict[str, Record] = {}
+    for record in sorted(records, key=lambda record: record.date):
+        if record.kind == "bench" and record.workload and record.workload.name in ("hal-20m", "hal-5m"):
+            newest[record.workload.name] = record
+    if len(newest) < 2 or len({record.card for record in newest.values()}) > 1:
+        return None
+    rows, found = [], []
+    for name, record in newest.items():
+        mine = next((r for r in timed(record) if r.name == SUBJECT), None)
+        others = baselines(record)
+        for result in [r for r in (mine, *others[:1]) if r is not None]:
+            speed = result.windows_per_s or 0.0
+            label = f"{name}, {result.name}"
+            found.append(Bar(label=label, value=speed / 1e3, role=role_of(result.name), text=amount(speed)))
+            rows.append([words(name), words(result.name), quantity(speed), number(result.step_ms, ".4g")])
+    return Section(
+        key="beside",
+        title="Windows a second",
+        lead="Half the width and every other frame: a window costs far less, and what matters is how many windows a "
+        "second the model learns from.",
+        chart=bars(found, "thousand windows/s"),
+        table=Table(headers=("workload", "contender", "windows/s", "ms"), rows=rows),
+        notes=("Two runs on the same kind of card, so no ratio is given; the article has 5.72× for its own pair.",),
+    )

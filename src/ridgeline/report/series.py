@@ -1,0 +1,188 @@
+"""Sections over several records or over curves: sweeps, rooflines, losses and strength."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ridgeline.bench.explain_view import amount
+from ridgeline.errors import ConfigError
+from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
+from ridgeline.records import Record
+from ridgeline.report.draw import Dot, Line, lines, roofline
+from ridgeline.report.sections import SWALLOWED, Section, contender_table, timed, workload_name
+from ridgeline.report.table import Cell, Table, number, words
+
+CURVES = {
+    "loss": ("Loss over training", "Validation loss of each run, in nats; the band is the range over seeds."),
+    "strength": ("Strength over training time", "Games played at checkpoints while training goes on; the band is the "
+                 "95 % interval."),
+}  # fmt: skip
+
+
+@dataclass
+class Sweep:
+    """Benchmarks that differ in their context alone, positions a step kept; `members` are indices of records."""
+
+    title: str
+    members: list[int] = field(default_factory=list)
+
+
+def sweeps(records: Sequence[Record]) -> list[Sweep]:
+    """Benchmarks of one model, card and precision with the same positions a step at two contexts or more."""
+    found: dict[tuple[object, ...], Sweep] = {}
+    for index, record in enumerate(records):
+        info = record.workload
+        if record.kind != "bench" or info is None:
+            continue
+        key = (record.card, record.gpus, info.name, info.precision, info.batch * info.context)
+        title = f"{info.name}, {info.batch * info.context:,} positions a step, {info.precision}"
+        found.setdefault(key, Sweep(title)).members.append(index)
+    contexts = {key: {records[i].workload.context for i in s.members} for key, s in found.items()}  # type: ignore[union-attr]
+    return [sweep for key, sweep in found.items() if len(contexts[key]) > 1]
+
+
+def sweep_section(sweep: Sweep, records: Sequence[Record], number_: int) -> Section:
+    """Tokens/s over the context."""
+    members = sorted((records[i] for i in sweep.members), key=lambda r: (r.workload.context, r.date))  # type: ignore[union-attr]
+    by_context = {r.workload.context: r for r in members if r.workload}  # the newest of each
+    names = list(dict.fromkeys(result.name for record in by_context.values() for result in timed(record)))
+    contexts = sorted(by_context)
+    drawn, rows = [], []
+    for name in names:
+        results = {T: next((r for r in timed(by_context[T]) if r.name == name), None) for T in contexts}
+        speeds = {T: r.tokens_per_s for T, r in results.items() if r is not None and r.tokens_per_s}
+        spreads = {T: (results[T].spread or 0.0) / 2 for T in speeds}  # type: ignore[union-attr]
+        drawn.append(
+            Line(
+                label=name,
+                x=list(speeds),
+                y=[v / 1e6 for v in speeds.values()],
+                low=[v / 1e6 * (1 - spreads[T]) for T, v in speeds.items()],
+                high=[v / 1e6 * (1 + spreads[T]) for T, v in speeds.items()],
+            )
+        )
+        rows.append([words(name), *(Cell(text=amount(speeds[T]) if T in speeds else "–") for T in contexts)])
+    return Section(
+        key=f"sweep-{number_}",
+        title=f"Tokens/s over the context: {sweep.title}",
+        lead="A longer window means fewer of them, so that every step learns from as many positions.",
+        chart=lines(drawn, "context (positions)", "million tokens/s", ticks=contexts, from_zero=True),
+        table=Table(headers=("contender", *(f"T {T}" for T in contexts)), rows=rows),
+    )
+
+
+def _card(record: Record) -> DeviceSpec | None:
+    return by_driver_name(record.card) or next((c for c in CARDS.values() if c.name == record.card), None)
+
+
+def roofline_section(record: Record, index: int) -> Section | None:
+    """Each op of an explained step under the card's roof; None where nothing was measured or the card is unknown."""
+    spec, info = _card(record), record.workload
+    ops = [op for op in record.ops if op.us and op.tflops and op.tb_per_s]
+    if spec is None or info is None or not ops or info.precision not in spec.tflops:
+        return None
+    total = sum(op.us or 0.0 for op in record.ops)
+    dots = [
+        Dot(
+            label=op.name,
+            intensity=(op.tflops or 0.0) / (op.tb_per_s or 1.0),
+            flops_per_s=(op.tflops or 0.0) * 1e12,
+            role=op.shape if op.shape in ("forward", "backward", "optimizer") else "muted",
+            share=(op.us or 0.0) / total,
+        )
+        for op in ops
+    ]
+    rows = [
+        [
+            words(op.name), words(op.shape), number(op.us, ".0f"), number((op.us or 0.0) / total, ".1%"),
+            number(op.tflops, ".3g"), number(op.tb_per_s, ".3g"), number(op.floor_share, ".0%"),
+        ]
+        for op in record.ops
+    ]  # fmt: skip
+    return Section(
+        key=f"roofline-{index}",
+        title=f"Roofline: {workload_name(record)}, {', '.join(c.name for c in record.contenders)}",
+        lead=f"Each op by its FLOPs a byte and the rate it reached; the line is what {spec.name} can do at most. The "
+        "area of a dot is its share of the step.",
+        chart=roofline(dots, spec.peak(info.precision), spec.bandwidth),  # type: ignore[arg-type]
+        table=Table(headers=("op", "phase", "µs", "share", "TFLOP/s", "TB/s", "of the floor"), rows=rows),
+        notes=("Bytes are those that the op must move at least; what stays in the cache can lie above the line.",),
+        source=index,
+    )
+
+
+def _line(curve: dict[str, Any], record: Record) -> Line:
+    y = curve.get("y")
+    x = curve.get("x", list(range(len(y))) if isinstance(y, list) else None)
+    bands = [curve[name] for name in ("low", "high") if curve.get(name) is not None]
+    rows = [x, y, *bands]
+    lists = all(isinstance(row, list) and row and all(isinstance(v, int | float) for v in row) for row in rows)
+    if not lists or len({len(row) for row in rows}) > 1:  # type: ignore[arg-type]
+        raise ConfigError(
+            f"a curve of the {record.kind} record of {record.date} cannot be drawn: x, y, low and high must be lists "
+            "of numbers of one length"
+        )
+    return Line(label=str(curve.get("name", "?")), x=x, y=y, low=curve.get("low"), high=curve.get("high"))  # type: ignore[arg-type]
+
+
+def curve_sections(record: Record, index: int) -> Iterator[Section]:
+    """Loss and strength, from a record's curves: {"name", "figure", "x", "y", "low", "high", "x_label", "y_label"}.
+
+    Raises:
+        ConfigError: a curve that cannot be drawn.
+    """
+    given = record.curves if isinstance(record.curves, list) else [record.curves] if record.curves else []
+    for figure, (title, lead) in CURVES.items():
+        mine = [curve for curve in given if curve.get("figure", "loss") == figure]
+        if not mine:
+            continue
+        drawn = [_line(curve, record) for curve in mine]
+        rows = [
+            [words(line.label), number(len(line.x), "d"), number(line.x[-1], ".4g"), number(line.y[-1], ".4g"),
+             number(min(line.y), ".4g"), number(max(line.y), ".4g")]
+            for line in drawn
+        ]  # fmt: skip
+        x_label, y_label = str(mine[0].get("x_label", "step")), str(mine[0].get("y_label", figure))
+        yield Section(
+            key=f"{figure}-{index}",
+            title=title if record.workload is None else f"{title}: {record.workload.name}",
+            lead=lead,
+            chart=lines(drawn, x_label, y_label),
+            table=Table(
+                headers=("run", "points", f"last {x_label}", f"last {y_label}", "lowest", "highest"), rows=rows
+            ),
+            source=index,
+        )
+
+
+def op_section(record: Record, index: int) -> Section:
+    """A table of single ops."""
+    rows = [
+        [words(op.name), words(op.shape), words(op.impl), words(op.error, wide=True)]
+        if op.error
+        else [
+            words(op.name), words(op.shape), words(op.impl), number(op.us, ".4g"), number(op.tflops, ".3g"),
+            number(op.tb_per_s, ".3g"), number(op.floor_share, ".0%"), number(op.vs_pytorch, ".2f"),
+        ]
+        for op in record.ops
+    ]  # fmt: skip
+    headers = ("op", "shape", "implementation", "µs", "TFLOP/s", "TB/s", "of the floor", "× PyTorch")
+    return Section(
+        key=f"ops-{index}", title="Single ops", lead="Each kernel alone.", chart=None,
+        table=Table(headers=headers, rows=rows), source=index,
+    )  # fmt: skip
+
+
+def plain_section(record: Record, index: int) -> Section:
+    """The contenders of any other record as a table."""
+    return Section(
+        key=f"results-{index}",
+        title=f"Results: {workload_name(record)}",
+        lead=f"What the {record.kind} record holds.",
+        chart=None,
+        table=contender_table(record),
+        notes=(SWALLOWED,),
+        source=index,
+    )

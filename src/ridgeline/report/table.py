@@ -1,0 +1,63 @@
+"""Tables and numbers as the page shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ridgeline.bench.explain_view import amount
+
+NONE = "–"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        text: what it says.
+        share: length of the bar behind it, from 0 to 1; None for no bar.
+        number: aligned to the right.
+        wide: a sentence, which may take the rest of the row.
+    """
+
+    text: str
+    share: float | None = None
+    number: bool = True
+    wide: bool = False
+
+
+def words(text: str, *, wide: bool = False) -> Cell:
+    """A cell of words."""
+    return Cell(text=text, number=False, wide=wide)
+
+
+def number(value: float | None, form: str = ".3g", *, scale: float = 1, share: float | None = None) -> Cell:
+    """A cell with a number, or a dash where there is none."""
+    return Cell(text=NONE if value is None else format(value * scale, form), share=share)
+
+
+def quantity(value: float | None) -> Cell:
+    """A cell with three digits and a decimal prefix."""
+    return Cell(text=NONE if value is None else amount(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Headers and rows; a row may end early with a wide cell."""
+
+    headers: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+    def markdown(self) -> str:
+        """The table for a document in Markdown."""
+        right = [all(row[i].number for row in self.rows if len(row) > i) for i in range(len(self.headers))]
+        lines = [
+            f"| {' | '.join(self.headers)} |",
+            f"|{'|'.join('--:' if numeric else '---' for numeric in right)}|",
+        ]
+        for row in self.rows:
+            cells = [cell.text.replace("|", "\\|") for cell in row]
+            cells += [""] * (len(self.headers) - len(cells))
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
