@@ -1,0 +1,139 @@
+"""hal-20m and hal-5m on Melee replays: is the loader ever the bottleneck, and does a run train?
+
+    PYTHONPATH=src python dev/gpu/melee_gpu.py DATA [TRIAL ...]      # DATA made by `ridgeline data melee FOLDER -o DATA`
+
+Trials, each in a process of its own, results in $OUT/melee_TRIAL.json:
+    loader    windows from the host alone, frames/s
+    step-20m  the step of hal-20m on a batch that lies on the card, and fed by the loader, in turns
+    step-5m   the same for hal-5m (128 positions of every other frame)
+    train     what `ridgeline train hal-20m --data DATA` does, for 400 steps and a validation
+DEVICE=cpu tries the script itself, small.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+LIMITS = {"loader": 30, "step-20m": 75, "step-5m": 60, "train": 90}
+CPU = os.environ.get("DEVICE") == "cpu"
+SMALL = {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
+TURNS, STEPS = (2, 3) if CPU else (4, 60)
+
+
+def config_of(name, data, **values):
+    from ridgeline.presets import preset
+    from ridgeline.train.settings import override
+
+    return override(preset(name), {**SMALL, "data": data, "device": "cpu" if CPU else "cuda", **values})
+
+
+def loader(data):
+    from ridgeline.data.api import load_dataset
+    from ridgeline.data.loader import Batches
+
+    found, result = load_dataset(data), {}
+    for name in ("hal-20m", "hal-5m"):
+        config = config_of(name, data)
+        batches = Batches(found, config.window, batch=config.batch)
+        out = batches.next()
+        for form, kept in (("new tensors", None), ("given tensors", out)):
+            times = []
+            for _ in range(STEPS):
+                started = time.perf_counter()
+                batches.next(kept)
+                times.append(time.perf_counter() - started)
+            median = sorted(times)[len(times) // 2]
+            result[f"{name}, {form}"] = {
+                "ms": round(1e3 * median, 2),
+                "frames_per_s": round(config.step_tokens * config.window.stride / median),
+                "positions_per_s": round(config.step_tokens / median),
+            }
+    return result
+
+
+def step(data, name):
+    import torch
+    from ridgeline.data.api import load_dataset
+    from ridgeline.data.loader import Batches
+    from ridgeline.train.engines import build_model, make_step
+    from ridgeline.train.resolve import resolve
+
+    found = load_dataset(data)
+    config = resolve(config_of(name, data, lanes=1), found)
+    model = build_model(config)
+    run = make_step(model, config)
+    batches = Batches(found, config.window, batch=config.batch)
+    fixed = {key: value.to(config.device) for key, value in batches.next().items()}
+    wait = (lambda: None) if CPU else torch.cuda.synchronize
+    started = time.perf_counter()
+    run(batches.next())
+    run(fixed)
+    wait()
+    result = {"engine": config.engine, "first_steps_s": round(time.perf_counter() - started, 1), "fixed": [], "loader": []}
+    sources = {"fixed": lambda: fixed, "loader": batches.next}
+    for _ in range(TURNS):
+        for source, give in sources.items():
+            wait()
+            started = time.perf_counter()
+            for _ in range(STEPS):
+                run(give())
+            wait()
+            result[source].append(round(1e3 * (time.perf_counter() - started) / STEPS, 3))
+    fixed_ms, loader_ms = (sorted(result[source])[TURNS // 2] for source in ("fixed", "loader"))
+    result["tokens_per_s"] = {"fixed": round(config.step_tokens / fixed_ms * 1e3), "loader": round(config.step_tokens / loader_ms * 1e3)}
+    result["loader_costs"] = round(loader_ms / fixed_ms - 1, 4)
+    return result
+
+
+def train(data):
+    from ridgeline.train import train as run
+
+    folder = f"/tmp/melee-run-{os.getpid()}"
+    steps = 6 if CPU else 400
+    config = config_of("hal-20m", data, steps=steps, eval_interval=steps // 2, eval_windows=2048, out=folder)
+    summary = run(config).summary()
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    records = [line for line in lines if "loss" in line]
+    first, last = records[len(records) * 3 // 4], records[-1]
+    rate = (last["tokens"] - first["tokens"]) / max(last["seconds"] - first["seconds"], 1e-9)
+    return {
+        **summary,
+        "last_quarter_tokens_per_s": round(rate),
+        "losses": [round(record["loss"], 3) for record in records[:: max(1, len(records) // 10)]],
+        "validations": [{k: v for k, v in line.items() if k.startswith("val")} | {"step": line["step"]} for line in lines if "val_loss" in line],
+    }
+
+
+TRIALS = {
+    "loader": loader,
+    "step-20m": lambda data: step(data, "hal-20m"),
+    "step-5m": lambda data: step(data, "hal-5m"),
+    "train": train,
+}
+
+
+def main():
+    data, chosen = sys.argv[1], sys.argv[2:] or list(TRIALS)
+    out = Path(os.environ.get("OUT", "out"))
+    out.mkdir(parents=True, exist_ok=True)
+    for name in chosen:
+        started = time.perf_counter()
+        try:
+            command = [sys.executable, __file__, "--one", name, data]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMITS[name])
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            result = json.loads(lines[-1][7:]) if lines else {"error": done.stderr[-1500:]}
+        except subprocess.TimeoutExpired:
+            result = {"error": f"no result within {LIMITS[name]} s"}
+        result["wall_s"] = round(time.perf_counter() - started, 1)
+        print(name, json.dumps(result), flush=True)
+        (out / f"melee_{name}.json").write_text(json.dumps(result, indent=1))
+
+
+if sys.argv[1:2] == ["--one"]:
+    print("RESULT " + json.dumps(TRIALS[sys.argv[2]](sys.argv[3])))
+else:
+    main()
