@@ -2,7 +2,8 @@
 
 linear       the public function, with gradients
 products     the same products into given buffers, for code that plans its own memory
-gemm         the Hopper kernel: configurations, division of work, launch
+gemm         a Hopper kernel for any inner size: configurations, division of work, launch
+stationary   a Hopper kernel that keeps up to 512 inner columns of the weights in registers
 """
 
 from __future__ import annotations

@@ -1,0 +1,88 @@
+"""The product with its weights in registers: its GELU in half precision, and what the compiler makes of it."""
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.linear import stationary
+
+LINEAR = Path(stationary.__file__).parent
+GELU_SOURCE = """
+#include "gelu.cuh"
+using namespace rl;
+template <bool TANH>
+void both(float x, float* gate, float* slope) {
+  const u32 pair = half_pair(x, -x), g = gelu_gate_pair<TANH>(pair, half_multiply(pair, pair));
+  gate[0] = half_low(g), gate[1] = half_high(g);
+  slope[0] = half_low(gelu_derivative_pair<TANH>(pair)), slope[1] = half_high(gelu_derivative_pair<TANH>(pair));
+}
+extern "C" void evaluate(const float* x, float* out, int count) {
+  for (int i = 0; i < count; ++i) {
+    both<false>(x[i], out + 8 * i, out + 8 * i + 2);
+    both<true>(x[i], out + 8 * i + 4, out + 8 * i + 6);
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("form", ["none", "tanh"])
+def test_gelu_in_half_precision_is_far_better_than_bf16(form: str, compile_host: Callable[..., ctypes.CDLL]) -> None:
+    library = compile_host(GELU_SOURCE, LINEAR)
+    every = torch.arange(32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    x = torch.cat([every[every < 60000], torch.linspace(0, 9, 100_001)]).contiguous()
+    out = np.empty((len(x), 8), np.float32)
+    as_pointer = lambda array: array.ctypes.data_as(ctypes.c_void_p)  # noqa: E731
+    library.evaluate(as_pointer(x.numpy()), as_pointer(out), len(x))
+    got = torch.from_numpy(out)[:, 4 * (form == "tanh") :].double()
+    both = torch.stack([x, -x], 1).double().requires_grad_()
+    value = torch.nn.functional.gelu(both, approximate=form)
+    (slope,) = torch.autograd.grad(value.sum(), both)
+    gate = torch.where(both == 0, 0.5, value / both)
+    assert (got[:, :2] - gate).abs().max() < 7e-4  # bf16 rounds Φ near 1 by 2e-3
+    error = got[:, 2:4] - slope  # bf16 rounds slopes above 1 by up to 4e-3
+    assert error.abs().max() < (1.2e-3 if form == "none" else 5e-3)
+    density = (-both * both / 2).exp().detach()[-100_001:]
+    assert (density * error[-100_001:].square()).sum() < 4e-4**2 * density.sum()
+
+
+def test_gelu_in_half_precision_keeps_nan(compile_host: Callable[..., ctypes.CDLL]) -> None:
+    library = compile_host(GELU_SOURCE, LINEAR)
+    x, out = np.array([np.nan], np.float32), np.zeros(8, np.float32)
+    library.evaluate(x.ctypes.data_as(ctypes.c_void_p), out.ctypes.data_as(ctypes.c_void_p), 1)
+    assert np.isnan(out).all()
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.parametrize(
+    "macros",
+    [
+        stationary.defines(512, bias=True),
+        stationary.defines(512, bias=True, gelu="exact", pre=True),
+        stationary.defines(512, torch.float16, bias=True, gelu="exact", pre=True),
+        stationary.defines(512, transposed_b=True, derivative=True),
+        stationary.defines(256, transposed_b=True, derivative=True, gelu="tanh", cluster=2),
+    ],
+    ids=["bias", "gelu", "gelu-fp16", "derivative", "small-derivative-pairs"],
+)
+def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
+    macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    cubin = cuda.build(stationary.SOURCE, macros)
+    usage = cubin.resources()["stationary"]
+    assert (usage.spill_loads, usage.spill_stores) == (0, 0)
+    assert "C75" not in cubin.log  # wgmma serialised, or setmaxnreg ignored
+    assert stationary.smem(macros) <= stationary.SMEM_LIMIT
+    assert macros["LAPS"] >= 2
+
+
+@pytest.mark.parametrize("K", [64, 72, 256, 448, 512])
+def test_the_ring_fits_beside_the_tiles(K: int) -> None:
+    for macros in (stationary.defines(K, gelu="exact", pre=True), stationary.defines(K, derivative=True)):
+        assert macros["LAPS"] >= 2
+        assert stationary.SMEM_LIMIT - 8192 * macros["K_CHUNKS"] < stationary.smem(macros) <= stationary.SMEM_LIMIT
