@@ -1,10 +1,13 @@
 import math
 
 import pytest
+import torch
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
 from ridgeline.models import LanguageConfig, PolicyConfig
 from ridgeline.presets import PRESETS, preset
+from ridgeline.train.config import ENGINES, engine_called
+from ridgeline.train.engines import find_engine
 from ridgeline.train.settings import from_dict, override, read_toml, to_dict, to_toml
 
 
@@ -30,6 +33,21 @@ from ridgeline.train.settings import from_dict, override, read_toml, to_dict, to
 def test_settings_that_cannot_be(config, change, values, message):
     with pytest.raises(ConfigError, match=message):
         change(config, **values)
+
+
+def test_engines_are_named_once_rungs_and_their_single_changes_included(config, change):
+    assert change(config, engine="m2+reuse").engine == "m2+reuse"
+    assert engine_called("m3") is ENGINES["m3"]
+    assert engine_called("r16").lanes == 2
+    alone = engine_called("m2+capture")
+    assert (alone.impl, alone.capture, alone.own, alone.prefetch) == ("m2+capture", True, True, False)
+    for name in ("m2+captur", "m5"):
+        with pytest.raises(RidgelineError, match="did you mean"):
+            change(config, engine=name)
+        with pytest.raises(UnsupportedError, match="did you mean"):
+            engine_called(name)
+    with pytest.raises(UnsupportedError, match="m0 runs a card's kernels and needs a GPU"):
+        find_engine("m0", torch.device("cpu"))
 
 
 def test_window_longer_than_the_model_sees(config, change):
