@@ -42,26 +42,25 @@ struct Inner {  // the inner columns: where u comes from and a and du go
   int inner, chunks;
 };
 
-// Four steps (64 columns) of what the forward pass kept; zeros for rows it may not have had.
-RL_D void load_kept(uint4 (&kept)[4], const uint4* first, bool inside) {
-#pragma unroll
-  for (int step = 0; step < 4; ++step) kept[step] = inside ? load_stream(first + 128 * step) : uint4{0, 0, 0, 0};
+// One step (16 columns) of what the forward pass kept; zeros for rows it may not have had.
+RL_D uint4 load_kept(const uint4* source, int step, bool inside) {
+  return inside ? load_stream(source + 128 * step) : uint4{0, 0, 0, 0};
 }
 
 // du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's two panels at `staging`. `kept` holds
-// the first four steps of what lies at `source`. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
+// the first four steps of what lies at `source`; each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
 RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
                         bool inside, const Inner& p, int column, int row, u32 staging, const Place& me) {
   const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
   float sum[8];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    if (step == 4) load_kept(kept, source + 4 * 128, inside);
     if (step % 4 == 0) {  // both panels have left
       if (me.lane == 0) store_wait_read<0>();
       sync_warp();
     }
     const u32 u[4] = {kept[step % 4].x, kept[step % 4].y, kept[step % 4].z, kept[step % 4].w};
+    if (step < 4) kept[step] = load_kept(source, step + 4, inside);
     u32 a[4];
     float d[8];
 #pragma unroll
@@ -167,7 +166,8 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
       multiply_down(da, rows, ring, me);
       end_turn(me);
       const uint4* source = p.kept + kept_index(row / 64, p.chunks, chunk, 0, me.thread());
-      load_kept(kept, source, row < join.rows);
+#pragma unroll
+      for (int step = 0; step < 4; ++step) kept[step] = load_kept(source, step, row < join.rows);
       wgmma_wait<0>();
       wgmma_touch(da);
       release(ring, 1, me);
@@ -177,18 +177,19 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
         write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
     }
-    if (me.lane == 0) {
-      if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
-      else remote_arrive(bar.may_send(me.group), me.peer());
-    }
     Ahead ahead;
-    ahead.load(join, row + first_row(me), me);
+    if (SPLIT == 2) {
+      let_peer_send(bar, me);
+    } else {
+      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+      ahead.load(join, row + first_row(me), me);
+    }
     begin_turn(me);
     multiply_up(dh, du, ring, me);
     end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
-      exchange(v, dh, rows, bar, phase, me);
+      exchange(v, dh, rows, bar, phase, me, [&] { ahead.load(join, row + first_row(me), me); });
       fence_async();
       sync_warp();
       if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
@@ -213,14 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
-  if (threadIdx.x == 0) {
-    bar.init();
-    prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a), prefetch_map(&du);
-  }
-  wait_for_previous();
-  let_next_start();
-  copy_vector(smem + VECTOR, weight);
-  tile_sync();
+  if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a), prefetch_map(&du);
+  begin(bar);
   const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
@@ -228,11 +223,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
+    copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, {kept, &a, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
   }
   sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();
-  tile_sync();  // a peer may still arrive or send here
 }

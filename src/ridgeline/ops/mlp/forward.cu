@@ -105,18 +105,19 @@ RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunk
         for (int k = 0; k < 4; ++k) a[step][k] = pack_pair(gelu<GELU_TANH>(x[2 * k]), gelu<GELU_TANH>(x[2 * k + 1]));
       }
     }
-    if (me.lane == 0) {
-      if (SPLIT == 1) barrier_arrive(bar.rows_empty(me.group));
-      else remote_arrive(bar.may_send(me.group), me.peer());
-    }
     uint4 ahead[GROUPS];
-    load_residual(ahead, join, row + first_row(me), me);
+    if (SPLIT == 2) {
+      let_peer_send(bar, me);
+    } else {
+      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+      load_residual(ahead, join, row + first_row(me), me);
+    }
     begin_turn(me);
     multiply_down(z, a, ring, me);
     end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
-      exchange(v, z, rows, bar, phase, me);
+      exchange(v, z, rows, bar, phase, me, [&] { load_residual(ahead, join, row + first_row(me), me); });
       fence_async();
       sync_warp();
       if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
@@ -138,29 +139,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int chunks = ceil_div(inner, 128);
   const Barriers bar{smem + BIAS + chunks * 256};
   const Place me = Place::here();
-  if (threadIdx.x == 0) {
-    bar.init();
-    prefetch_map(&h), prefetch_map(&up), prefetch_map(&down);
-  }
-  wait_for_previous();
-  let_next_start();
-  const u32 vectors = smem + VECTORS;  // scale and shift of the norm, bias of Wdown
-  copy_vector(vectors, weight);
-  if (NORM_BIAS) copy_vector(vectors + VECTOR_BYTES, bias);
-  if (BRANCH_BIAS) copy_vector(vectors + 2 * VECTOR_BYTES, down_bias);
-  if (UP_BIAS)
-    for (int i = threadIdx.x; i < chunks * 64; i += THREADS)
-      store_shared_u32(smem + BIAS + 4 * i, 2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0);
-  tile_sync();
+  if (threadIdx.x == 0) prefetch_map(&h), prefetch_map(&up), prefetch_map(&down);
+  begin(bar);
   const int share = ceil_div(chunks, SPLIT), first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(&h, &up, &down, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
+    const int thread = threadIdx.x - 128;
+    const u32 vectors = smem + VECTORS;  // scale and shift of the norm, bias of Wdown
+    copy_vectors<3>(vectors, weight, NORM_BIAS ? bias : nullptr, BRANCH_BIAS ? down_bias : nullptr, thread, [&] {
+#pragma unroll 4
+      for (int i = thread; i < UP_BIAS * chunks * 64; i += CONSUMERS)
+        store_shared_u32(smem + BIAS + 4 * i, 2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0);
+    });
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, vectors + 2 * VECTOR_BYTES, kept, chunks, first, last, smem, bar, me);
   }
-  tile_sync();  // a peer may still arrive or send here
 }

@@ -54,10 +54,24 @@ RL_D void load_row(uint4 (&row)[GROUPS], const u16* pointer, bool inside) {
 RL_D uint4 pack_eight(const float* v) {
   return {pack_pair(v[0], v[1]), pack_pair(v[2], v[3]), pack_pair(v[4], v[5]), pack_pair(v[6], v[7])};
 }
-// Vectors of WIDTH that every tile reads are kept in shared memory: copied by all threads before the first tile.
-constexpr int VECTOR_BYTES = WIDTH * 2;
-RL_D void copy_vector(u32 address, const u16* source) {
-  for (int i = threadIdx.x; i < WIDTH / 2; i += THREADS) store_shared_u32(address + 4 * i, reinterpret_cast<const u32*>(source)[i]);
+// COUNT vectors of WIDTH that every tile reads are kept in shared memory, one after the other; a null one is zeros. The
+// consumers copy them, all loads under way at once. `more` copies something else in between.
+constexpr int VECTOR_BYTES = WIDTH * 2, CONSUMERS = 256;
+template <int COUNT, class More>
+RL_D void copy_vectors(u32 address, const u16* a, const u16* b, const u16* c, int thread, More more) {
+  constexpr int WORDS = WIDTH / 2, TURNS = ceil_div(COUNT * WORDS, CONSUMERS);
+  u32 words[TURNS];
+#pragma unroll
+  for (int i = 0; i < TURNS; ++i) {
+    const int word = thread + i * CONSUMERS;
+    const u16* source = word < WORDS ? a : word < 2 * WORDS ? b : c;
+    words[i] = source && word < COUNT * WORDS ? reinterpret_cast<const u32*>(source)[word % WORDS] : 0;
+  }
+  more();
+#pragma unroll
+  for (int i = 0; i < TURNS; ++i)
+    if (thread + i * CONSUMERS < COUNT * WORDS) store_shared_u32(address + 4 * (thread + i * CONSUMERS), words[i]);
+  sync_consumers();
 }
 
 RL_D float row_sum(float x) {  // over the four lanes of a row
@@ -76,7 +90,7 @@ struct JoinForward {
   Mask mask;
 };
 
-// `ahead` is the residual of this thread's first row, loaded by `load_residual` while the last product was under way.
+// `ahead` is the residual of this thread's first row, loaded by `load_residual` while there was something to wait for.
 RL_D void load_residual(uint4 (&ahead)[GROUPS], const JoinForward& p, int row, const Place& me) {
   if (RESIDUAL) load_row(ahead, p.residual + static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4), row < p.rows);
 }
@@ -214,10 +228,11 @@ struct JoinBackward {
   Mask mask;
 };
 
-// What the first pass of join_backward reads from memory, loaded while the last product is under way.
+// What join_backward reads first, loaded while there is something to wait for.
 struct Ahead {
   float mean[OWN_ROWS], rstd[OWN_ROWS];
-  uint4 r[GROUPS];  // of this thread's first row
+  uint4 r[GROUPS];         // of this thread's first row
+  uint4 residual[GROUPS];  // of its only row
   RL_D void load(const JoinBackward& p, int row, const Place& me) {
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
@@ -225,7 +240,9 @@ struct Ahead {
       mean[i] = !RMS && inside ? p.mean[row + 8 * i] : 0.f;
       rstd[i] = inside ? p.rstd[row + 8 * i] : 0.f;
     }
-    load_row(r, p.r + static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4), row < p.rows);
+    const i64 base = static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4);
+    load_row(r, p.r + base, row < p.rows);
+    if (OWN_ROWS == 1 && RESIDUAL) load_row(residual, p.dresidual + base, row < p.rows);
   }
 };
 
@@ -236,8 +253,7 @@ RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const
   const u32 target = sums + (me.warp * WIDTH + mine) * 4;
   constexpr int KIND = 4 * WIDTH * 4;
   float inner[OWN_ROWS] = {}, plain[OWN_ROWS] = {};
-  uint4 second[GROUPS], residuals[GROUPS];
-  if (OWN_ROWS == 1 && RESIDUAL) load_row(residuals, p.dresidual + static_cast<i64>(row) * WIDTH + first, row < p.rows);
+  uint4 second[GROUPS];
   if (OWN_ROWS == 2) load_row(second, p.r + static_cast<i64>(row + 8) * WIDTH + first, row + 8 < p.rows);
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
@@ -271,7 +287,7 @@ RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const
     const bool inside = row + 8 * i < p.rows;
     const i64 base = static_cast<i64>(row + 8 * i) * WIDTH + first;
     const RowMask mask(p.mask, row + 8 * i);
-    uint4 again[GROUPS];
+    uint4 again[GROUPS], residuals[GROUPS];
     if (OWN_ROWS == 2) load_row(again, p.r + base, inside);  // registers do not last for both rows
     if (OWN_ROWS == 2 && RESIDUAL) load_row(residuals, p.dresidual + base, inside);
 #pragma unroll
@@ -279,7 +295,7 @@ RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const
       float* d = v[i] + 8 * g;
       float x[8], residual[8] = {};
       unpack_eight(x, OWN_ROWS == 2 ? again[g] : ahead.r[g]);
-      if (RESIDUAL) unpack_eight(residual, residuals[g]);
+      if (RESIDUAL) unpack_eight(residual, OWN_ROWS == 2 ? residuals[g] : ahead.residual[g]);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
         d[k] = (d[k] - plain[i] - (x[k] - ahead.mean[i]) * ahead.rstd[i] * inner[i]) * ahead.rstd[i] + residual[k];

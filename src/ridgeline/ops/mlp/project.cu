@@ -54,13 +54,13 @@ RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar
   Ring ring(smem + RING, bar);
   const u32 area = smem + EXCHANGE + me.group * EXCHANGE_BYTES;
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    if (SPLIT == 2 && me.lane == 0) remote_arrive(bar.may_send(me.group), me.peer());
+    if (SPLIT == 2) let_peer_send(bar, me);
     const int row = tiles.tile * TILE_ROWS + 64 * me.group + first_row(me);
     float acc[HALVES][64], v[OWN_ROWS][LANE];
-    load(ahead, row);
+    if (SPLIT == 1) load(ahead, row);
     begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);
     multiply(acc, blocks, ring, me);
-    if (SPLIT == 2) exchange(v, acc, area, bar, tiles.round & 1, me);
+    if (SPLIT == 2) exchange(v, acc, area, bar, tiles.round & 1, me, [&] { load(ahead, row); });
     else take_rows(v, acc);
     finish(v, ahead, row, tiles.tile);
   }
@@ -82,25 +82,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
-  if (threadIdx.x == 0) {
-    bar.init();
-    prefetch_map(&x), prefetch_map(&w);
-  }
-  wait_for_previous();
-  let_next_start();
-  const u32 vectors = smem + VECTORS;  // scale of the norm; forward its shift and the branch's bias
-  copy_vector(vectors, weight);
-#if !BACKWARD
-  if (NORM_BIAS) copy_vector(vectors + VECTOR_BYTES, bias);
-  if (BRANCH_BIAS) copy_vector(vectors + 2 * VECTOR_BYTES, branch_bias);
-#endif
-  tile_sync();
+  if (threadIdx.x == 0) prefetch_map(&x), prefetch_map(&w);
+  begin(bar);
   const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = first + share < blocks ? first + share : blocks;
   if (me.group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(&x, &w, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
+    const u32 vectors = smem + VECTORS;  // scale of the norm; forward its shift and the branch's bias
+    const int thread = threadIdx.x - 128;
+#if BACKWARD
+    copy_vectors<1>(vectors, weight, nullptr, nullptr, thread, [] {});
+#else
+    copy_vectors<3>(vectors, weight, NORM_BIAS ? bias : nullptr, BRANCH_BIAS ? branch_bias : nullptr, thread, [] {});
+#endif
     const Mask mask = Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample);
 #if BACKWARD
     const JoinBackward join{r, dresidual, vectors, mean, rstd, dr, dbranch, partials, stride, rows, mask};
@@ -122,5 +118,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         [&](float (&v)[OWN_ROWS][LANE], Residual& ahead, int row, int) { join_forward(join, v, ahead.row, row, me); });
 #endif
   }
-  tile_sync();  // a peer may still arrive or send here
 }

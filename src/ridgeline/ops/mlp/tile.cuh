@@ -62,7 +62,7 @@ struct Barriers {
       barrier_init(rows_full(i), 1);
       barrier_init(rows_empty(i), 4);
       barrier_init(may_send(i), 4);
-      barrier_init(received(i), 4);
+      barrier_init(received(i), 1);
     }
     barrier_init_fence();
   }
@@ -70,11 +70,19 @@ struct Barriers {
 constexpr int BARRIER_BYTES = 512;
 static_assert(8 * (2 * STAGES + 8) <= BARRIER_BYTES, "barriers overflow");
 
-RL_D void tile_sync() {  // all threads of the block or pair
+// The block's barriers are there, for its peer too; then what the kernel before has written may be read.
+RL_D void begin(Barriers bar) {
+  if (threadIdx.x == 0) bar.init();
+  sync_block();
   sync_warp();
   if (SPLIT == 2) cluster_sync();
-  else sync_block();
+  wait_for_previous();
+  let_next_start();
 }
+
+// Consumers: what all of them have put into shared memory may be read by each.
+RL_D void sync_consumers() { named_barrier<256>(5); }
+
 
 // ---- the ring
 struct Ring {
@@ -154,12 +162,21 @@ RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64]) 
     for (int i = 0; i < LANE; ++i) v[h][i] = acc[i / 32][i % 32 / 2 * 4 + 2 * h + i % 2];
 }
 
+// SPLIT 2: this warpgroup's exchange area is free; its peer may send.
+RL_D void let_peer_send(Barriers bar, const Place& me) {
+  if (me.lane > 0) return;
+  if (me.warp == 0) barrier_expect(bar.received(me.group), EXCHANGE_BYTES);
+  remote_arrive(bar.may_send(me.group), me.peer());
+}
+
 // SPLIT 2: keep the sums of row half `split`, send the other half to the peer, add what it sends. `area` is this
-// warpgroup's exchange area in either block; the peer has said (may_send) that its own is free.
+// warpgroup's exchange area in either block. `meanwhile` runs when the sums have left and their registers are free.
+template <class Meanwhile>
 RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u32 area, Barriers bar, u32 phase,
-                   const Place& me) {
-  barrier_wait_cluster(bar.may_send(me.group), phase);
+                   const Place& me, Meanwhile meanwhile) {
+  barrier_wait(bar.may_send(me.group), phase);
   const u32 there = remote_address(area, me.peer()) + me.thread() * 16;
+  const u32 counted = remote_address(bar.received(me.group), me.peer());
 #pragma unroll
   for (int i = 0; i < LANE; i += 4) {
     float out[4];
@@ -170,12 +187,10 @@ RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u
       v[0][i + k] = me.split ? second : first;
       out[k] = me.split ? first : second;
     }
-    remote_store(there + i / 4 * 2048, out[0], out[1], out[2], out[3]);
+    remote_send(there + i / 4 * 2048, out[0], out[1], out[2], out[3], counted);
   }
-  fence_cluster();
-  sync_warp();
-  if (me.lane == 0) remote_arrive(bar.received(me.group), me.peer());
-  barrier_wait_cluster(bar.received(me.group), phase);
+  meanwhile();
+  barrier_wait(bar.received(me.group), phase);
 #pragma unroll
   for (int i = 0; i < LANE; i += 4) {
     float in[4];

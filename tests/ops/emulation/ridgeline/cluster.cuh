@@ -6,8 +6,6 @@
 
 namespace rl {
 
-RL_D void barrier_wait_cluster(u32 barrier, u32 parity) { barrier_wait(barrier, parity); }
-RL_D void fence_cluster() {}
 // The map's dimensions are the four inner ones; the outermost, `outer_extent` long, has four times the third's pitch.
 RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier) {
   static std::deque<TensorMap> shifted;  // a copy reads its map when it ends
@@ -28,9 +26,13 @@ RL_D void store_shared(u32 address, float value) { shared<float>(address) = valu
 RL_D void load_shared_4(float (&v)[4], u32 address) {
   for (int i = 0; i < 4; ++i) v[i] = shared<float>(address + 4 * i);
 }
-RL_D void remote_store(u32 remote, float a, float b, float c, float d) {
-  const float v[4] = {a, b, c, d};
-  for (int i = 0; i < 4; ++i) shared<float>(remote + 4 * i) = v[i];
+RL_D void remote_send(u32 remote, float a, float b, float c, float d, u32 barrier) {
+  machine.copies.push_back([=] {
+    const float v[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) shared<float>(remote + 4 * i) = v[i];
+    auto& arriving = machine.barriers.at(barrier);
+    arriving.bytes -= 16, arriving.settle();
+  });
 }
 template <int PENDING>
 RL_D void store_wait() {

@@ -70,13 +70,15 @@ RL_D u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// All threads of the cluster meet. It makes barriers visible that were initialised and fenced, and orders nothing else: a
+// release of the cluster's scope would wait for all of the thread's stores to memory.
 RL_D void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// One arrival at the barrier of block `rank`.
+// One arrival at the barrier of block `rank`; orders no stores to memory either.
 RL_D void remote_arrive(u32 barrier, u32 rank) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
 // A copy into both blocks, each of whose barriers counts its bytes.
 RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
