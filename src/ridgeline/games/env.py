@@ -7,7 +7,7 @@ many frames of the game it lasts is the game's business.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +79,20 @@ class Environment(Protocol):
     @property
     def knockout(self) -> int:
         """1 if the player won early, −1 if the opponent did, else 0."""
+
+
+@runtime_checkable
+class Drawn(Protocol):
+    """An environment whose screen can be had.
+
+    Attributes:
+        step_seconds: of the game's time that a step takes.
+    """
+
+    step_seconds: float
+
+    def screen(self) -> NDArray[np.uint8]:
+        """The picture now: uint8[height, width, 3], red, green and blue."""
 
 
 class Eyes(Protocol):

@@ -26,6 +26,7 @@ from ridgeline.games.env import Controller, Score
 
 LEVELS = (0, 1, 2, 3)
 DECISION_FRAMES = 4
+FRAMES_PER_SECOND = 60
 STICKY = 0.25
 IDLE_FRAMES = 30  # fewer than so many go before the first decision
 CAP = 2_500  # decisions; a round on the clock takes about 1,780
@@ -53,6 +54,7 @@ class Boxing:
     heads = HEADS
     neutral = NEUTRAL
     cap = CAP
+    step_seconds = DECISION_FRAMES / FRAMES_PER_SECOND
 
     def __init__(self, level: int = 0, sticky: float = STICKY) -> None:
         if level not in LEVELS:
@@ -93,6 +95,10 @@ class Boxing:
     def restore(self, snapshot: Any) -> None:
         """Continue from another instance's snapshot."""
         self.emulator.restoreState(snapshot)
+
+    def screen(self) -> NDArray[np.uint8]:
+        """See Drawn: uint8[210, 160, 3]."""
+        return self.emulator.getScreenRGB()
 
     @property
     def state(self) -> Ram:
