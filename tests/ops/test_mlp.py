@@ -147,7 +147,7 @@ BUILDS = [  # part, width, configuration, spilled bytes allowed: what only a til
     ("project_forward", 256, Config(1), 0),
     ("project_forward", 256, Config(2), 0),
     ("project_backward", 256, Config(1), 0),
-    ("project_backward", 256, Config(2), 64),
+    ("project_backward", 256, Config(2), 128),
 ]
 
 
