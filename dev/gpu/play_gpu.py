@@ -36,7 +36,7 @@ def row(numbers, generator):
     return np.zeros(0, np.uint16), generator.standard_normal(numbers).astype(np.float32)
 
 
-def measure(name, device, way, games, seconds=2.0):
+def measure(name, device, way, games, seconds=0.5):
     cache, capture, full = WAYS[way]
     config = policy_config(preset(name).model.decoder)
     context = config.decoder.context

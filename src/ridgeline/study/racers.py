@@ -10,9 +10,9 @@ import torch
 
 from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
-from ridgeline.errors import ConfigError, nearest
+from ridgeline.errors import ConfigError
 from ridgeline.study.contenders import find_contender
-from ridgeline.train.config import ENGINES, TrainConfig
+from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override
 
@@ -60,8 +60,6 @@ def find_racers(
             raise ConfigError(f"{word!r} is no contender; {FORM}")
         own: dict[str, Any] = {"device": f"cuda:{number % gpus}"} if gpus > 1 else {}
         if rest:
-            if rest[0] not in ENGINES:
-                raise ConfigError(nearest(rest[0], ENGINES, "engine"))
             own["engine"] = rest[0]
         if len(rest) == 2:
             own["seed"] = int(rest[1])
