@@ -30,7 +30,7 @@ from ridgeline.optim import OptimizerConfig
 
 pytest.importorskip("triton")
 
-B, T = 4, 13
+B, T = 2, 13
 TRUNK = {"layers": 1, "width": 32, "heads": 2, "context": T}
 LADDER = [*RUNGS, "fused"]
 SINGLES = ["m1+pointwise", "m1+attention", "m2+reuse", "m3+pointwise"]

@@ -33,7 +33,7 @@ class _Linear(torch.autograd.Function):
         run, dy_NM = ctx.run, dy_NM.contiguous()
         dx_NK = input_gradient(run, NAME, dy_NM, ctx.weight_MK) if ctx.needs_input_grad[1] else None
         weight_gradient(run, NAME, ctx.weight_MK, dy_NM, ctx.x_NK)
-        bias_gradient(run, ctx.bias_M, dy_NM)
+        bias_gradient(run, ctx.bias_M, dy_NM, f"{NAME}.bias")
         return None, dx_NK, run.gradients.get(id(ctx.weight_MK)), run.gradients.get(id(ctx.bias_M))
 
 

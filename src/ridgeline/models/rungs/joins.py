@@ -88,7 +88,7 @@ def branch(run: Run, name: str, x_NK: Tensor, weight_CK: Tensor, before_NC: Tens
             T=s.T, p=s.p, dropout=s.dropout if run.dropping else None, site=join.site,
         )  # fmt: skip
     else:
-        y_NC = add_bias(run, y_NC, bias_C)
+        y_NC = add_bias(run, name, y_NC, bias_C)
         kept_NC = dropped(run, y_NC, join.site)
         joined = _normed(run, _added(run, before_NC, kept_NC), join.norm)
         if kept_NC is not y_NC:
@@ -135,7 +135,7 @@ def hidden(run: Run, h_NC: Tensor, up_FC: Tensor, bias_F: Tensor | None) -> Hidd
         return Hidden(u_NF, product(run, "mlp_up", h_NC, up_FC, Epilogue(bias_N=bias_F, gelu=kind, pre_MN=u_NF)))
     u_NF = product(run, "mlp_up", h_NC, up_FC)
     if form == "unfused":
-        u_NF = add_bias(run, u_NF, bias_F)
+        u_NF = add_bias(run, "mlp_up", u_NF, bias_F)
     a_NF = run.buffers.new(u_NF, *u_NF.shape)
     with scope("gelu"):
         activation.bias_gelu_forward_raw(u_NF, bias_F if form == "fused" else None, a_NF, kind=kind)

@@ -59,19 +59,19 @@ def weight_gradient(run: Run, name: str, weight_MK: Tensor, dy_NM: Tensor, x_NK:
         reduce_rows(run, dy_NM[None], x_NK[None], target_MK, accumulate=add)
 
 
-def bias_gradient(run: Run, bias_M: Tensor | None, dy_NM: Tensor) -> None:
+def bias_gradient(run: Run, bias_M: Tensor | None, dy_NM: Tensor, name: str = "bias gradients") -> None:
     """Column sums of dy, or of partial sums over its rows, to where the bias's gradient goes."""
     if bias_M is not None:
-        with scope("bias gradients"), run.gradient(bias_M) as (target_M, add):
+        with scope(name), run.gradient(bias_M) as (target_M, add):
             column_sums_raw(dy_NM, target_M, accumulate=add)
 
 
-def add_bias(run: Run, y_NM: Tensor, bias_M: Tensor | None) -> Tensor:
+def add_bias(run: Run, name: str, y_NM: Tensor, bias_M: Tensor | None) -> Tensor:
     """y + b as a pass of its own."""
     if bias_M is None:
         return y_NM
     out_NM = run.buffers.new(y_NM, *y_NM.shape)
-    with scope("bias"):
+    with scope(f"{name}.bias"):
         torch.add(y_NM, bias_M, out=out_NM)
     run.buffers.done(y_NM)
     return out_NM
@@ -81,4 +81,4 @@ def project(run: Run, name: str, x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor
     """x Wᵀ + b, the bias in the epilogue or as a pass of its own."""
     if run.rung.pointwise == "epilogue":
         return product(run, name, x_NK, weight_MK, Epilogue(bias_N=bias_M))
-    return add_bias(run, product(run, name, x_NK, weight_MK), bias_M)
+    return add_bias(run, name, product(run, name, x_NK, weight_MK), bias_M)
