@@ -86,9 +86,8 @@ def test_a_step_that_is_not_finite_changes_nothing(impl: str, where: str, bad: f
     for skipped in (1, 2):
         state.gradient[:M] = gradient_of(1)
         (state.gradient if where == "gradient" else state.loss)[0] = bad
-        adamw(state, settings, clear=True, impl=impl)
+        adamw(state, settings, impl=impl)
         assert state.skipped.tolist() == [skipped, skipped]
-        assert not state.gradient[:M].any()
     for tensor, before in zip((state.weights, state.moment_1, state.moment_2, state.copy), kept, strict=True):
         assert torch.equal(tensor, before)
     assert state.applied.item() == 1

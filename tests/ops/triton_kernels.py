@@ -170,6 +170,7 @@ def optimizer_cases() -> dict[str, Case]:
     from ridgeline.ops.dropout.triton import dropout_kernel
     from ridgeline.ops.inputs.triton import input_vector_kernel
     from ridgeline.ops.optimizer import triton as optimizer
+    from ridgeline.ops.optimizer import triton_muon as muon
 
     M = 20_000_000
     plan, update = optimizer.plan_config(M), optimizer.update_config(M)
@@ -203,11 +204,26 @@ def optimizer_cases() -> dict[str, Case]:
             pointers("fp32 weights gradient moment_1 moment_2 plan; bf16 copy"),
             {
                 "M": "i32/16",
+                "start": "i32/16",
                 "boundary": "i32/16",
                 **dict.fromkeys(("weight_decay", "complement_1", "beta_2", "complement_2", "eps"), "fp32"),
             },
-            {"CLEAR": True, "BLOCK": update.columns},
+            {"BLOCK": update.columns},
             update,
+        ),
+        "muon before": Case(
+            muon.muon_before_kernel,
+            pointers("fp32 gradient momentum coefficient counts; bf16 direction"),
+            {"M": "i32/16", "mu": "fp32", "complement": "fp32"},
+            {"BLOCK": muon.BLOCK},
+            Launch(rows=1, columns=muon.BLOCK, warps=muon.WARPS),
+        ),
+        "muon after": Case(
+            muon.muon_after_kernel,
+            pointers("fp32 weights rate counts; bf16 direction copy"),
+            {"M": "i32/16", "weight_decay": "fp32"},
+            {"BLOCK": muon.BLOCK},
+            Launch(rows=1, columns=muon.BLOCK, warps=muon.WARPS),
         ),
         "input vector": Case(
             input_vector_kernel,

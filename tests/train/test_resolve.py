@@ -114,5 +114,5 @@ def test_on_a_card_auto_is_best_and_best_is_the_fused_blocks_or_says_why(config,
 
 def test_engines_of_pytorchs_own_graphs_do_not_train_in_several_processes(config, change):
     settled = change(config, engine="reduce-overhead", precision="fp32")
-    with pytest.raises(UnsupportedError, match="with 2 processes use best"):
+    with pytest.raises(UnsupportedError, match="no place for an all-reduce over 2 processes; use best"):
         make_step(build_model(change(settled, engine="eager")), settled, world=2)

@@ -7,7 +7,7 @@ to the step alone, so no autograd node of an earlier pass on another stream hang
 whole-step capture fail in ordinary code. The gradients of the leaves are gathered in one flat fp32 buffer. Every lane
 has leaves and a gradient buffer of its own; the first lane's buffer receives the sum.
 
-    masters  fp32[N]   [ weights with decay | pad | weights without decay | pad ]
+    masters  fp32[N]   [ weights of Muon | weights with decay | weights without decay ], each weight padded to ALIGN
     copies   compute precision, same layout
     grad     fp32[N + ALIGN]  same layout, then a slot for the loss and one for the weight of the samples behind it,
              so that one all-reduce moves all three
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,26 +62,37 @@ class FlatParameters:
     Args:
         model: any module whose trainable parameters are fp32 and on one device. Its parameters become views.
         compute: dtype of the copies that the model computes with.
-        decays: which parameters weight decay applies to.
+        decays: which of AdamW's parameters weight decay applies to.
+        orthogonal: names of the matrices that Muon trains, all of which decay.
         lanes: parts of a batch that run beside each other.
 
     Attributes:
         masters: fp32[N].
         copies: compute[N]; the masters themselves where compute is fp32.
         lanes: leaves and gradients of each lane.
+        start: elements before the first weight of AdamW.
         boundary: elements before the first weight without decay.
         slots: where each parameter lies.
     """
 
     def __init__(
-        self, model: nn.Module, *, compute: torch.dtype, decays: Decays = matrices_decay, lanes: int = 1
+        self,
+        model: nn.Module,
+        *,
+        compute: torch.dtype,
+        decays: Decays = matrices_decay,
+        orthogonal: Collection[str] = (),
+        lanes: int = 1,
     ) -> None:
         named = list(model.named_parameters())
         self.device = _check(named)
         self.compute = compute
         trainable = [(name, p) for name, p in named if p.requires_grad]
-        self.slots, self.boundary, self.size = lay_out(trainable, decays)
         by_name = dict(trainable)
+        for name in orthogonal:
+            if name not in by_name or by_name[name].dim() != 2:
+                raise ConfigError(f"Muon trains matrices of the model, and {name} is no trainable one")
+        self.slots, self.start, self.boundary, self.size = lay_out(trainable, decays, orthogonal)
         self.masters = torch.zeros(self.size, device=self.device)
         same = compute == torch.float32
         self.copies = self.masters if same else torch.zeros(self.size, dtype=compute, device=self.device)
@@ -171,7 +182,9 @@ class FlatParameters:
             self.lanes[0].carried.add_(lane.carried)
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters' views of a buffer of this layout, by name."""
+        """The parameters' views of a buffer of this layout, by name; of one that begins at `start`, AdamW's alone."""
+        if len(flat) == self.size - self.start:
+            return {slot.name: slot.of(flat, self.start) for slot in self.slots if slot.offset >= self.start}
         return {slot.name: slot.of(flat) for slot in self.slots}
 
     def load(self, flat: Tensor, named: dict[str, Tensor], what: str) -> None:

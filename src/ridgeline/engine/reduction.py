@@ -43,17 +43,17 @@ class Bucket:
 
 
 def lay_buckets(flat: FlatParameters, least: int) -> list[Bucket]:
-    """Buckets of at least `least` elements, except the first ones of both groups; the buffer's end comes first.
+    """Buckets of at least `least` elements, except the first one of each group; the buffer's end comes first.
 
-    Weights with and without decay share none: matrices are finished layer by layer, but one small gradient of every
-    layer would keep each of their buckets waiting.
+    The layout's groups share none: matrices are finished layer by layer, but one small gradient of every layer, or the
+    embedding's, would keep each of their buckets waiting.
     """
     buckets: list[Bucket] = []
     open_end, slots = len(flat.lanes[0].carried), list[int]()
     for index in range(len(flat.slots) - 1, -1, -1):
         slot = flat.slots[index]
         slots.insert(0, index)
-        if open_end - slot.offset >= least or slot.offset in (0, flat.boundary):
+        if open_end - slot.offset >= least or slot.offset in (0, flat.start, flat.boundary):
             buckets.append(Bucket(slots, slot.offset, open_end))
             open_end, slots = slot.offset, []
     return buckets

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,19 +33,37 @@ class Slot:
         """Elements of the parameter."""
         return self.shape.numel()
 
-    def of(self, flat: Tensor) -> Tensor:
-        """The parameter's view of a flat buffer."""
-        return flat[self.offset : self.offset + self.size].view(self.shape)
+    def of(self, flat: Tensor, start: int = 0) -> Tensor:
+        """The parameter's view of a flat buffer, or of one that begins at element `start` of the layout."""
+        return flat[self.offset - start : self.offset - start + self.size].view(self.shape)
 
 
-def lay_out(named: Sequence[tuple[str, nn.Parameter]], decays: Decays) -> tuple[list[Slot], int, int]:
-    """Slots in buffer order, elements before the first weight without decay, elements in all."""
-    slots, offset, boundary = [], 0, 0
-    for group in (True, False):
-        for name, parameter in named:
-            if decays(name, parameter) is group:
-                slots.append(Slot(name, offset, parameter.shape, group))
-                offset = -(-(offset + parameter.numel()) // ALIGN) * ALIGN
-        if group:
-            boundary = offset
-    return slots, boundary, offset
+class Layout(NamedTuple):
+    """Where everything lies.
+
+    Attributes:
+        slots: in the buffer's order: Muon's weights, AdamW's with decay, AdamW's without.
+        start: elements before the first weight of AdamW.
+        boundary: elements before the first weight without decay.
+        size: elements in all.
+    """
+
+    slots: list[Slot]
+    start: int
+    boundary: int
+    size: int
+
+
+def lay_out(named: Sequence[tuple[str, nn.Parameter]], decays: Decays, orthogonal: Collection[str] = ()) -> Layout:
+    """The layout of parameters, of which Muon trains those called `orthogonal`."""
+    groups: tuple[list[tuple[str, nn.Parameter]], ...] = ([], [], [])
+    for name, parameter in named:
+        groups[0 if name in orthogonal else 1 if decays(name, parameter) else 2].append((name, parameter))
+    slots, ends = [], [0]
+    for number, group in enumerate(groups):
+        offset = ends[-1]
+        for name, parameter in group:
+            slots.append(Slot(name, offset, parameter.shape, number < 2))
+            offset = -(-(offset + parameter.numel()) // ALIGN) * ALIGN
+        ends.append(offset)
+    return Layout(slots, *ends[1:])

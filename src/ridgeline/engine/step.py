@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from ridgeline.engine.update import LossScale, StepMetrics, Update
 from ridgeline.errors import ConfigError, OutOfMemoryError, RidgelineError, UnsupportedError
 from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.optim import OptimizerConfig
+from ridgeline.optim import OptimizerConfig, hidden_matrices
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class TrainStep:
         loss: loss(model, batch) → scalar, a mean over the samples; None calls `model.loss(batch, dropout)`, as this
             package's models have it. In bf16 and fp16 the module has been converted as by `model.bfloat16()`, and so
             are the batch's floating-point tensors.
-        optimizer: settings of clipping, AdamW and schedule.
+        optimizer: settings of clipping, AdamW or Muon, and schedule.
         steps: length of the schedule; None for a rate that stays at `optimizer.lr` or follows `set_rate`.
         precision: fp32, tf32, bf16, fp16 (copies of fp32 masters), bf16-autocast or fp16-autocast.
         accumulate: micro-batches a batch is split into; gradients are summed in fp32.
@@ -71,7 +71,8 @@ class TrainStep:
             that differs between parts; None takes parts as equal. For `model.loss` it is the targets that are not −100.
         capture: one CUDA graph a step; None for wherever there is a CUDA device. A `Capture` replaces the CUDA one.
         compile: mode of torch.compile for forward and backward ("default", "max-autotune-no-cudagraphs", …) or None.
-        decays: which parameters decay.
+        decays: which of AdamW's parameters decay.
+        orthogonal: names of the matrices that Muon trains; None for those of linear layers in its nn.ModuleLists.
         seed: seed of the dropout masks.
         replicas: the processes that train together; None for all of torch.distributed's default group.
         scale: settings of fp16's loss scale.
@@ -98,6 +99,7 @@ class TrainStep:
         capture: bool | Capture | None = None,
         compile: str | None = None,
         decays: Decays = matrices_decay,
+        orthogonal: Collection[str] | None = None,
         seed: int = 0,
         replicas: Replicas | None = None,
         scale: LossScale | None = None,
@@ -111,7 +113,14 @@ class TrainStep:
         self.model, self.bad_steps, self._prefetch = model, bad_steps, prefetch
         self.precision = find_precision(precision)
         self.replicas = Replicas() if replicas is None else replicas
-        self.flat = FlatParameters(model, compute=self.precision.compute, decays=decays, lanes=lanes)
+        optimizer = optimizer or OptimizerConfig()
+        if optimizer.algorithm == "adamw":
+            orthogonal = ()
+        elif orthogonal is None:
+            orthogonal = hidden_matrices(model)
+        self.flat = FlatParameters(
+            model, compute=self.precision.compute, decays=decays, orthogonal=orthogonal, lanes=lanes
+        )
         self.replicas.same(self.flat.masters)
         self.flat.refresh()
         scaling = (scale or LossScale()) if self.precision.scaled else None
@@ -120,7 +129,7 @@ class TrainStep:
             weight = None if whole else _targets_that_count
         self.update = Update(
             self.flat,
-            optimizer or OptimizerConfig(),
+            optimizer,
             steps=steps,
             weighted=weight is not None,
             scale=scaling,
@@ -248,7 +257,7 @@ class TrainStep:
             "master weights": [flat.masters],
             "weight copies": [] if flat.copies is flat.masters else [flat.copies],
             "gradients": [tensor for lane in flat.lanes for tensor in lane.buffers()],
-            "optimiser moments": [update.first, update.second],
+            "optimiser moments": [update.first, update.second, *update.workspace()],
             "batches": [tensor for prepared in self._shapes.values() for tensor in prepared.feed.buffers()],
         }
         sizes = {name: sum(t.numel() * t.element_size() for t in tensors) for name, tensors in buffers.items()}

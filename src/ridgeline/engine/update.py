@@ -1,4 +1,4 @@
-"""The second half of a step: norm, clip, AdamW, schedule, loss scale and counters, with nothing left on the host.
+"""The second half of a step: norm, clip, AdamW or Muon, schedule, loss scale, counters, with nothing on the host.
 
 Every number that changes from step to step lives in a tensor on the model's device, so that a captured step is as
 right at its ten-thousandth replay as at its first. A step whose loss or gradient is not finite changes no weight
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.engine.flat import FlatParameters
+from ridgeline.engine.muon import MuonUpdate
 from ridgeline.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from ridgeline.ops._triton.support import demand
 from ridgeline.ops.optimizer import IMPLEMENTATIONS, AdamWSettings, AdamWState, available
@@ -56,7 +57,7 @@ class Update:
 
     Args:
         flat: the buffers it works on.
-        config: AdamW, clipping and schedule.
+        config: AdamW or Muon, clipping and schedule.
         steps: length of the schedule; None where the host sets the rate with `set_rate`.
         weighted: divide gradient and loss by the weight in their buffer.
         scale: the loss scale, or None where the loss is not scaled.
@@ -66,7 +67,8 @@ class Update:
 
     Attributes:
         seed_step: int64[2], the run's seed and the number of steps taken, skipped ones included.
-        first, second: fp32[N], AdamW's moments.
+        first: fp32[N], AdamW's first moment, and Muon's momentum where that trains a weight.
+        second: fp32[N − start], AdamW's second moment.
         applied: fp32[1], updates applied (AdamW's t).
         skipped: int64[2], steps skipped in all and in a row until now.
         loss_scale: fp32[1], 1 where the loss is not scaled.
@@ -88,7 +90,7 @@ class Update:
         self.flat, self.config, self.scale, self.steps = flat, config, scale, steps
         self.weighted = weighted
         device = flat.device
-        self.first, self.second = torch.zeros_like(flat.masters), torch.zeros_like(flat.masters)
+        self.first, self.second = torch.zeros_like(flat.masters), torch.zeros_like(flat.masters[flat.start :])
         self.seed_step = torch.tensor([seed, 0], dtype=torch.int64, device=device)
         self.applied = torch.zeros(1, device=device)
         self.skipped = torch.zeros(2, dtype=torch.int64, device=device)
@@ -101,12 +103,13 @@ class Update:
             impl = "triton" if device.type == "cuda" and available("triton", device) is None else "torch"
         if impl not in ("torch", "triton"):
             raise UnsupportedError(nearest(impl, ("torch", "triton"), "implementation of the update"))
+        self._muon = MuonUpdate(flat, config, self.first, impl) if flat.start else None
         self._run = self._triton() if impl == "triton" else self._torch
 
     def _triton(self) -> Callable[[], None]:
         """The update by ops.optimizer's kernels, on this object's own state."""
         demand("triton", IMPLEMENTATIONS, self.flat.device)
-        from ridgeline.ops.optimizer.triton import adamw_raw, workspace
+        from ridgeline.ops.optimizer.triton import adamw_raw, plan_numbers, workspace
 
         flat, config, scale = self.flat, self.config, self.scale or LossScale()
         state = AdamWState(
@@ -125,6 +128,7 @@ class Update:
             weight=flat.lanes[0].weight if self.weighted else None,
             loss_scale=self.loss_scale if self.scale else None,
             growth=self._growth if self.scale else None,
+            start=flat.start,
         )
         settings = AdamWSettings(
             beta_1=config.betas[0],
@@ -137,13 +141,23 @@ class Update:
             interval=scale.interval,
         )
         work = workspace(flat.device)
-        return lambda: adamw_raw(state, settings, work)
+
+        def run() -> None:
+            adamw_raw(state, settings, work)
+            if self._muon is not None:
+                self._muon(*plan_numbers(work))
+
+        return run
 
     def state(self) -> list[Tensor]:
         """Every tensor that a step changes, weights included."""
         own = [self.first, self.second, self.seed_step, self.applied, self.skipped, self.loss_scale, self._growth]
         copies = [] if self.flat.copies is self.flat.masters else [self.flat.copies]
         return [self.flat.masters, *copies, *own, self.ring]
+
+    def workspace(self) -> list[Tensor]:
+        """What it holds beside the state."""
+        return [] if self._muon is None else [self._muon.direction]
 
     def set_rate(self, rate: float) -> None:
         """Sets the learning rate of the steps that follow, where no schedule was given; asynchronous.
@@ -172,6 +186,8 @@ class Update:
             divisor = divisor * ((norm + 1e-6) / config.clip).clamp(min=1.0)
         self.applied += 1 - bad
         self._adamw(lr, divisor, bad)
+        if self._muon is not None:
+            self._muon(1 / divisor, lr, 1 - bad)
         if flat.copies is not flat.masters:
             flat.copies.copy_(flat.masters)
         self.ring.index_copy_(0, step % RING, torch.stack([loss, norm, lr, bad], dim=1))
@@ -185,7 +201,7 @@ class Update:
     def _adamw(self, lr: Tensor, divisor: Tensor, bad: Tensor) -> None:
         flat, config = self.flat, self.config
         for start, end, decay in (
-            (0, flat.boundary, config.weight_decay),
+            (flat.start, flat.boundary, config.weight_decay),
             (flat.boundary, flat.size, 0.0),
         ):
             if start == end:
@@ -194,7 +210,7 @@ class Update:
                 [flat.masters[start:end]],
                 [flat.grad[start:end]],
                 [self.first[start:end]],
-                [self.second[start:end]],
+                [self.second[start - flat.start : end - flat.start]],
                 [],
                 [self.applied],
                 lr=lr.view(()),

@@ -5,32 +5,42 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, nearest
+
+ALGORITHMS = ("adamw", "muon")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with decay groups, linear warm-up, cosine decay and clipping of the global gradient norm.
+    """AdamW or Muon, linear warm-up, cosine decay and clipping of the global gradient norm.
 
     Attributes:
+        algorithm: adamw; or muon for the matrices of the blocks, and AdamW with the same settings for the rest.
         lr: peak learning rate, reached at the end of the warm-up.
         floor: learning rate at the end of the run.
         warmup: optimisation steps from learning rate 0 to `lr`; 0 for none.
         betas: decay rates of the first and second moment, each per step.
         eps: added to the root of the second moment.
+        momentum: decay rate of Muon's momentum per step.
         weight_decay: decoupled decay of every tensor with two or more dimensions; others do not decay.
         clip: largest global gradient norm; 0 for no clipping.
     """
 
+    algorithm: str = "adamw"
     lr: float = 1e-3
     floor: float = 0.0
     warmup: int = 0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    momentum: float = 0.95
     weight_decay: float = 0.01
     clip: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ConfigError(nearest(self.algorithm, ALGORITHMS, "optimizer.algorithm"))
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum must be in [0, 1), got {self.momentum}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"optimizer.lr must be positive, got {self.lr}")
         if not 0 <= self.floor <= self.lr:

@@ -141,14 +141,14 @@ def engine_step(
     Args:
         engine: from `engine_called`.
         model: built with `engine.impl`, on its device.
-        optimizer: AdamW, clipping and schedule.
+        optimizer: AdamW or Muon, clipping and schedule.
         steps: length of the schedule; None for none.
         precision: a name of engine.PRECISIONS that is decided.
         accumulate: parts of a batch.
         lanes: pieces of a part that run beside each other, in the step engine alone; None for `engine.lanes`.
         seed: of the run.
-        world: processes that train together. Several of them always run the step engine, which sums their gradients;
-            an engine of PyTorch's own optimiser is then the same program call by call.
+        world: processes that train together. Several of them, and Muon, always run the step engine; an engine of
+            PyTorch's own optimiser is then the same program call by call.
         own: the step engine takes the step also where `engine` would leave it to PyTorch; half precision then means
             copies of the weights.
         capture: whether the step engine captures it; None for `engine.capture`.
@@ -157,14 +157,15 @@ def engine_step(
         UnsupportedError: it cannot run here; says why.
     """
     own = own or engine.own
-    if world > 1 and not own:
+    if not own and (world > 1 or optimizer.algorithm == "muon"):
         if engine.compile not in (None, "default"):
+            what = f"an all-reduce over {world} processes" if world > 1 else "Muon"
             raise UnsupportedError(
-                f"engine {engine.compile} captures graphs of its own, into which no all-reduce fits; with {world} "
-                "processes use best, compile+graph, graph, compile or eager"
+                f"engine {engine.compile} captures graphs of its own, which have no place for {what}; use best, "
+                "compile+graph, graph, compile or eager"
             )
-        precision = f"{precision}-autocast" if precision in ("bf16", "fp16") else precision
-    if own or world > 1:
+        own, precision = True, f"{precision}-autocast" if precision in ("bf16", "fp16") else precision
+    if own:
         return TrainStep(
             model,
             optimizer=optimizer,

@@ -41,8 +41,11 @@ def check_state(state: AdamWState) -> None:
         if not tensor.is_contiguous():
             raise UnsupportedError(f"{name} must be contiguous, got strides {tensor.stride()}")
     M = state.weights.numel()
-    for name in ("weights", "moment_1", "moment_2", "copy"):
+    if not 0 <= state.start <= state.boundary:
+        raise UnsupportedError(f"start must be between 0 and boundary={state.boundary}, got {state.start}")
+    for name in ("weights", "moment_1", "copy"):
         check_shape(name, tensors.get(name), (M,))
+    check_shape("moment_2", state.moment_2, (M - state.start,))
     if state.gradient.dim() != 1 or state.gradient.numel() < M:
         raise UnsupportedError(f"gradient must have at least {M} elements, got shape {tuple(state.gradient.shape)}")
     if not 0 <= state.boundary <= M:
@@ -56,7 +59,6 @@ def adamw(
     settings: AdamWSettings,
     *,
     work: Tensor | None = None,
-    clear: bool = False,
     impl: str = "reference",
 ) -> None:
     """One step in place: norm, clip, AdamW, 16-bit copy, counters, loss scale.
@@ -66,7 +68,6 @@ def adamw(
         settings: what stays the same over the run.
         work: memory of `optimizer.triton.workspace`, which "triton" needs at a fixed address inside a CUDA graph; None
             to allocate it anew.
-        clear: whether to zero the gradient as well.
         impl: "reference" or "triton".
 
     Raises:
@@ -78,8 +79,6 @@ def adamw(
         if impl == "triton":
             from ridgeline.ops.optimizer.triton import adamw_raw, workspace
 
-            adamw_raw(state, settings, workspace(state.weights.device) if work is None else work, clear=clear)
+            adamw_raw(state, settings, workspace(state.weights.device) if work is None else work)
             return
         adamw_reference(state, settings)
-        if clear:
-            state.gradient[: state.weights.numel()].zero_()

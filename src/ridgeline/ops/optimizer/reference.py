@@ -60,7 +60,7 @@ class AdamWState(NamedTuple):
     Attributes:
         weights: fp32[M], the master weights.
         gradient: fp32[≥ M].
-        moment_1: fp32[M]. `moment_2`: fp32[M].
+        moment_1: fp32[M]. `moment_2`: fp32[M − start].
         copy: bf16 or fp16[M], the weights that the model computes with; None where those are the masters.
         boundary: elements before the first weight without decay.
         rates: fp32[R], the learning rate of each step; the last one holds from then on.
@@ -72,6 +72,7 @@ class AdamWState(NamedTuple):
         weight: fp32[1], divides gradient and loss (sum of sample weights), or None for 1.
         loss_scale: fp32[1], divides the gradient, or None for 1.
         growth: int32[1], finite steps since the scale last changed; None for a scale that stays.
+        start: elements before the first weight that AdamW updates; the norm and the clipping are of all gradients.
     """
 
     weights: Tensor
@@ -89,6 +90,7 @@ class AdamWState(NamedTuple):
     weight: Tensor | None = None
     loss_scale: Tensor | None = None
     growth: Tensor | None = None
+    start: int = 0
 
 
 def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
@@ -121,11 +123,13 @@ def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
 
 def _update(state: AdamWState, settings: AdamWSettings, gradient_M: Tensor, rate: float) -> None:
     step = float(state.applied)
-    state.weights[: state.boundary].mul_(1 - rate * settings.weight_decay)
-    state.moment_1.lerp_(gradient_M, 1 - settings.beta_1)
-    state.moment_2.mul_(settings.beta_2).addcmul_(gradient_M, gradient_M, value=1 - settings.beta_2)
+    start, gradient = state.start, gradient_M[state.start :]
+    weights, moment_1, moment_2 = state.weights[start:], state.moment_1[start:], state.moment_2
+    state.weights[start : state.boundary].mul_(1 - rate * settings.weight_decay)
+    moment_1.lerp_(gradient, 1 - settings.beta_1)
+    moment_2.mul_(settings.beta_2).addcmul_(gradient, gradient, value=1 - settings.beta_2)
     correction_1, correction_2 = 1 - settings.beta_1**step, 1 - settings.beta_2**step
-    denominator_M = (state.moment_2.sqrt() / correction_2**0.5).add_(settings.eps)
-    state.weights.addcdiv_(state.moment_1, denominator_M, value=-rate / correction_1)
+    denominator = (moment_2.sqrt() / correction_2**0.5).add_(settings.eps)
+    weights.addcdiv_(moment_1, denominator, value=-rate / correction_1)
     if state.copy is not None:
-        state.copy.copy_(state.weights)
+        state.copy[start:].copy_(weights)

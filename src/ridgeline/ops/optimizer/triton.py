@@ -3,7 +3,7 @@
 The first kernel sums squares, one partial a program; the program that arrives last adds the partials in a fixed
 order, decides whether the step counts, and writes the plan (coefficient of the gradient, rate, step size, correction)
 and every counter. The second reads the plan and passes over the buffers once. Bytes a parameter with a 16-bit copy:
-4 for the norm, 30 for the update, 4 more where it clears the gradient.
+4 for the norm, 30 for the update.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -21,7 +21,7 @@ from ridgeline.ops._triton.support import Launch, grid_rows, processors
 from ridgeline.ops.optimizer.reference import CLIP_EPS, AdamWSettings, AdamWState
 
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
-PLAN = 8  # fp32 numbers of a step's plan
+PLAN = 8  # fp32 numbers of a step's plan: what the gradient is multiplied by, the rate, …, whether the step counts
 MAX_PARTIALS = 1024
 _COEFFICIENT, _RATE, _STEP_SIZE, _ROOT_CORRECTION, _UPDATE = (tl.constexpr(slot) for slot in range(5))
 
@@ -102,17 +102,17 @@ def adamw_plan_kernel(
 
 @triton.jit
 def adamw_update_kernel(
-    weights_ptr, gradient_ptr, moment_1_ptr, moment_2_ptr, copy_ptr, plan_ptr, M, boundary,
-    weight_decay, complement_1, beta_2, complement_2, eps, CLEAR: tl.constexpr, BLOCK: tl.constexpr,
+    weights_ptr, gradient_ptr, moment_1_ptr, moment_2_ptr, copy_ptr, plan_ptr, M, start, boundary,
+    weight_decay, complement_1, beta_2, complement_2, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One pass: clipped gradient, moments, decayed and updated weights, their 16-bit copy; clears the gradient."""
-    offset = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    """One pass: clipped gradient, moments, decayed and updated weights, their 16-bit copy."""
+    offset = start + tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < M
     if tl.load(plan_ptr + _UPDATE) != 0.0:
         g = tl.load(gradient_ptr + offset, mask=inside, other=0.0) * tl.load(plan_ptr + _COEFFICIENT)
         w = tl.load(weights_ptr + offset, mask=inside, other=0.0)
         m = tl.load(moment_1_ptr + offset, mask=inside, other=0.0)
-        v = tl.load(moment_2_ptr + offset, mask=inside, other=0.0)
+        v = tl.load(moment_2_ptr + offset - start, mask=inside, other=0.0)
         w *= 1.0 - tl.load(plan_ptr + _RATE) * tl.where(offset < boundary, weight_decay, 0.0)
         m += (g - m) * complement_1
         v = v * beta_2 + g * g * complement_2
@@ -120,11 +120,9 @@ def adamw_update_kernel(
         w -= tl.load(plan_ptr + _STEP_SIZE) * tl.div_rn(m, denominator)
         tl.store(weights_ptr + offset, w, mask=inside)
         tl.store(moment_1_ptr + offset, m, mask=inside)
-        tl.store(moment_2_ptr + offset, v, mask=inside)
+        tl.store(moment_2_ptr + offset - start, v, mask=inside)
         if copy_ptr is not None:
             tl.store(copy_ptr + offset, w.to(copy_ptr.dtype.element_ty), mask=inside)
-    if CLEAR:
-        tl.store(gradient_ptr + offset, tl.zeros((BLOCK,), dtype=tl.float32), mask=inside)
 
 
 def plan_config(M: int) -> Launch:
@@ -142,6 +140,11 @@ def workspace(device: torch.device) -> Tensor:
     return torch.zeros(PLAN + 8 + MAX_PARTIALS, device=device)
 
 
+def plan_numbers(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the step planned last: what multiplies the gradient, the rate, 1 where it counts; fp32[1] each."""
+    return work[0:1], work[1:2], work[4:5]
+
+
 def _logarithm(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 
@@ -151,7 +154,6 @@ def adamw_raw(
     settings: AdamWSettings,
     work: Tensor,
     *,
-    clear: bool = False,
     plan: Launch | None = None,
     update: Launch | None = None,
 ) -> None:
@@ -161,7 +163,6 @@ def adamw_raw(
         state: the flat buffers and device-side scalars.
         settings: what stays the same over the run.
         work: what `workspace` returned.
-        clear: whether to zero the gradient on the way.
         plan: launch of the norm kernel; None for the frozen one.
         update: launch of the update kernel; None for the frozen one.
     """
@@ -176,8 +177,10 @@ def adamw_raw(
         LOG_BETA_1=_logarithm(settings.beta_1), LOG_BETA_2=_logarithm(settings.beta_2), RING=state.ring.shape[0],
         BLOCK_P=MAX_PARTIALS, BLOCK=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
     )  # fmt: skip
-    adamw_update_kernel[(grid_rows(M, update.columns),)](
-        state.weights, state.gradient, state.moment_1, state.moment_2, state.copy, plan_P, M, state.boundary,
-        settings.weight_decay, 1 - settings.beta_1, settings.beta_2, 1 - settings.beta_2, settings.eps,
-        CLEAR=clear, BLOCK=update.columns, num_warps=update.warps,
+    if state.start == M:
+        return
+    adamw_update_kernel[(grid_rows(M - state.start, update.columns),)](
+        state.weights, state.gradient, state.moment_1, state.moment_2, state.copy, plan_P, M, state.start,
+        state.boundary, settings.weight_decay, 1 - settings.beta_1, settings.beta_2, 1 - settings.beta_2, settings.eps,
+        BLOCK=update.columns, num_warps=update.warps,
     )  # fmt: skip

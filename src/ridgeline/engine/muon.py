@@ -1,0 +1,57 @@
+"""Muon over the flat buffers: the part of an update that belongs to the matrices of the blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.engine.flat import FlatParameters
+from ridgeline.ops.optimizer.muon import MuonState, muon_after, muon_before
+from ridgeline.optim import OptimizerConfig, orthogonalise
+
+
+class MuonUpdate:
+    """Moves the weights before `flat.start`, with no number from the host.
+
+    Args:
+        flat: the buffers.
+        config: momentum and weight decay.
+        first: fp32[N], whose part before `flat.start` is the momentum.
+        impl: "triton" or "torch", for the passes over the buffers; the products are the vendor's in both.
+    """
+
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, first: Tensor, impl: str) -> None:
+        self.flat, self.config, self.impl = flat, config, impl
+        end = flat.start
+        self._momentum = first[:end]
+        self.direction = torch.zeros(end, dtype=torch.bfloat16, device=flat.device)
+        self._matrices = [slot.of(self.direction) for slot in flat.slots if slot.offset < end]
+
+    @torch.no_grad()
+    def __call__(self, coefficient: Tensor, rate: Tensor, counts: Tensor) -> None:
+        """One update.
+
+        Args:
+            coefficient: fp32[1], what the gradient is multiplied by.
+            rate: fp32[1], the learning rate.
+            counts: fp32[1], 1 where the step counts, else 0.
+        """
+        end, flat = self.flat.start, self.flat
+        state = MuonState(
+            weights=flat.masters[:end],
+            gradient=flat.grad[:end],
+            momentum=self._momentum,
+            direction=self.direction,
+            copy=None if flat.copies is flat.masters else flat.copies[:end],
+            coefficient=coefficient,
+            rate=rate,
+            counts=counts,
+        )
+        before, after = muon_before, muon_after
+        if self.impl == "triton":
+            from ridgeline.ops.optimizer.triton_muon import muon_after_raw, muon_before_raw
+
+            before, after = muon_before_raw, muon_after_raw
+        before(state, self.config.momentum)
+        torch._foreach_copy_(self._matrices, orthogonalise(self._matrices))
+        after(state, self.config.weight_decay)
