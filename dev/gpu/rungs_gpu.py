@@ -3,7 +3,7 @@
     PYTHONPATH=src OUT=results python3 dev/gpu/rungs_gpu.py [SECONDS] [WAVE …]
 
 Every trial is a process. A wave's processes start together (they compile side by side), say when they are ready, and
-are then told to measure one after another. Waves: check, tiles, ladder, singles. SECONDS ends it after the trial at
+are then told to measure one after another. Waves: check, tiles, relative, ladder, singles. SECONDS ends it after the trial at
 hand.
 """
 
@@ -18,27 +18,40 @@ import time
 OUT = os.environ.get("OUT", "/tmp")
 LADDER = ("m0", "m1", "m2", "m3", "r16", "best")
 SINGLES = (
+    "m2+zero_fill", "m2+reuse", "m2+capture", "r16-lanes", "m3+tiles", "m3+pointwise", "m3+attention", "m3+lanes",
     "m0+tiles", "m0+split", "m1+pointwise", "m1+attention",
-    "m2+zero_fill", "m2+reuse", "m2+capture", "m3+tiles", "m3+pointwise", "m3+attention", "m3+lanes", "r16-lanes",
 )  # fmt: skip
+TILES = [["tiles", family] for family in ("16x64", "128x128", "pipelined")]
+RELATIVE = [["relative", *v.split()] for v in ("32 4 2", "32 4 1", "32 2 2", "64 4 2", "64 8 2", "64 8 1")]
+CHECKS = [["check", rung, case] for case in ("hal-20m", "gpt2-c256") for rung in LADDER]
+
+
+def steps(case, *names):
+    return [["step", name, case] for name in names]
+
+
 PLANS = {
-    "check": [[["check", rung, case] for case in ("hal-20m", "gpt2-c256") for rung in LADDER]],
-    "tiles": [[["tiles", family] for family in ("16x64", "128x128", "pipelined")]],
+    "check": [CHECKS],
+    "tiles": [TILES],
+    "relative": [RELATIVE],
     "ladder": [
-        [["step", rung, "hal-20m"] for rung in LADDER[:3]] + [["step", rung, "gpt2-c256"] for rung in LADDER],
-        [["step", rung, "hal-20m"] for rung in LADDER[3:]] + [["step", rung, "hal-5m"] for rung in LADDER],
+        steps("hal-20m", "m0", "m1", "m3") + steps("gpt2-c256", *LADDER),
+        steps("hal-20m", "m2", "r16", "best") + steps("hal-5m", *LADDER),
     ],
-    "singles": [
-        [["step", name, "hal-20m"] for name in SINGLES[4:8]],
-        [["step", name, "hal-20m"] for name in SINGLES[8:]],
-        [["step", name, "gpt2-c256"] for name in SINGLES],
-        [["step", name, "hal-20m"] for name in SINGLES[:4]],
-    ],
+    "singles": [steps("hal-20m", *SINGLES[at : at + 4]) for at in (0, 4, 8)] + [steps("gpt2-c256", *SINGLES)],
 }
+# everything: what compiles longest first, beside the numerics; then by what decides most
+ALL = [
+    ("check, tiles, relative, ladder", CHECKS + steps("hal-20m", "m2", "r16") + TILES + RELATIVE),
+    ("ladder", PLANS["ladder"][0]),
+    *(("singles", jobs) for jobs in PLANS["singles"][:2]),
+    ("ladder", steps("hal-20m", "best") + steps("hal-5m", *LADDER)),
+    *(("singles", jobs) for jobs in PLANS["singles"][2:]),
+]  # fmt: skip
 
 
 def check(rung, case):
-    """Relative errors of losses and gradients against fp64, over PyTorch's in bf16, at B 4 and two layers."""
+    """Relative errors of losses and gradients against fp64, over PyTorch's in bf16, at B 2 and two layers."""
     import dataclasses
 
     import torch
@@ -47,7 +60,7 @@ def check(rung, case):
     from ridgeline.models import build
     from ridgeline.ops.dropout import DropoutState
 
-    w = workload(case, batch=4)
+    w = workload(case, batch=2)
     w = dataclasses.replace(
         w, model=dataclasses.replace(w.model, decoder=dataclasses.replace(w.model.decoder, layers=2))
     )
@@ -141,6 +154,58 @@ def tiles(family):
     yield {"us": rows, "wrong": wrong}
 
 
+def relative(rows, warps, stages):
+    """Kernel times of attention with the relative term and dropout in tiles, at hal-20m's size."""
+    import math
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from ridgeline.ops.attention import long
+    from ridgeline.ops.attention.reference import attention_reference
+    from ridgeline.ops.attention.short import dropping
+    from ridgeline.ops.dropout import DropoutState
+    from ridgeline.ops._triton.support import Launch
+
+    B, T, H, D, R = 512, 256, 8, 64, 1024
+    one = Launch(rows=int(rows), columns=int(rows), warps=int(warps), stages=int(stages))
+    table_launch = Launch(rows=int(rows), columns=int(rows), warps=int(warps), stages=1)
+    launches = long.Launches(one, one, one, table_launch)
+    draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+    qkv, table, d_out = draw(B, T, 3 * H, D), draw(R, D), draw(B, T, H, D)
+    q, k, v = qkv.split(H, dim=2)
+    state = DropoutState(torch.tensor([3, 4], device="cuda"))
+    drop, scale = dropping(0.2, state, 1), 1 / math.sqrt(D)
+    out, lse = torch.empty_like(d_out), torch.empty(B, H, T, device="cuda")
+    d_qkv, d_table = torch.empty_like(qkv), torch.empty(R, D, device="cuda")
+
+    def run():
+        for sweeps in (2, 1):
+            long.forward(q, k, v, table, out, lse, scale=scale, drop=drop, sweeps=sweeps, launches=launches)
+        grads = d_qkv.split(H, dim=2)
+        long.backward(
+            d_out, q, k, v, table, out, lse, *grads, d_table, scale=scale, drop=drop, launches=launches
+        )  # fmt: skip
+
+    run()
+    small = [x[:2].double().requires_grad_() for x in (q, k, v)]
+    exact = attention_reference(*small, table.double(), scale=scale, p=0.2, dropout=state, site=1)
+    dq, dk, dv = torch.autograd.grad(exact, small, d_out[:2].double())
+    rel = lambda a, b: round(float((a.double() - b).norm() / b.norm()), 5)
+    errors = [rel(out[:2], exact)] + [rel(g[:2], e) for g, e in zip(d_qkv.split(H, dim=2), (dq, dk, dv))]
+    torch.cuda.synchronize()
+    yield "ready"
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(3):
+            run()
+        torch.cuda.synchronize()
+    times = collections.defaultdict(list)
+    for e in prof.events():
+        if e.device_type == torch.autograd.DeviceType.CUDA and "kernel" in e.name and "at::" not in e.name:
+            times[e.name].append(round(e.device_time, 1))
+    yield {"errors": errors, "us": {k: v[-4:] for k, v in times.items()}}
+
+
 def step(name, case):
     """Milliseconds, phases, peak memory and the kernel table of a whole step."""
     import torch
@@ -200,7 +265,7 @@ def worker(kind, *arguments):
         print("READY", flush=True)
         sys.stdin.readline()
     else:
-        trial = {"tiles": tiles, "step": step}[kind](*arguments)
+        trial = {"tiles": tiles, "step": step, "relative": relative}[kind](*arguments)
         next(trial)
         print("READY", flush=True)
         sys.stdin.readline()
@@ -243,18 +308,15 @@ def wave(jobs, deadline, results):
             if not found:
                 results[name]["error"] = "no time left " + results[name]["error"]
         short = {k: v for k, v in results[name].items() if k != "kernels"}
-        print(name, json.dumps(short)[:1400], flush=True)
+        print(name, json.dumps(short)[:1900], flush=True)
         json.dump(results, open(f"{OUT}/rungs.json", "w"))
 
 
 def main(arguments):
     seconds = float(arguments[0]) if arguments and arguments[0].replace(".", "").isdigit() else 120.0
-    names = [a for a in arguments if a in PLANS] or list(PLANS)
+    names = [a for a in arguments if a in PLANS]
     begin, results = time.time(), {}
-    waves = [(name, jobs) for name in names for jobs in PLANS[name]]
-    if len(names) == len(PLANS):  # numerics and tiles compile beside the first steps
-        waves = [("check", PLANS["check"][0]), ("ladder", PLANS["ladder"][0] + PLANS["tiles"][0])]
-        waves += [("ladder", PLANS["ladder"][1])] + [("singles", jobs) for jobs in PLANS["singles"]]
+    waves = [(name, jobs) for name in names for jobs in PLANS[name]] if names else ALL
     for name, jobs in waves:
         if time.time() - begin > seconds - 12:
             print("no time for", name, [" ".join(job) for job in jobs])
