@@ -132,7 +132,7 @@ def test_windows_hold_what_the_replay_holds(folder, prepared, stride, delay):
         assert np.allclose(batch["numbers"][b, : counts[b], 7] * 55, players[frames, 0]["x"], atol=1e-4)
         assert np.allclose(batch["numbers"][b, : counts[b], 17] * 33 + 14, players[frames, 1]["y"], atol=1e-4)
         assert np.array_equal(batch["categories"][b, : counts[b], 3], players[frames, 0]["action"])
-        classes, _ = Encoding().encode(players[:, 0]["controller"])
+        classes = Encoding().encode(players[:, 0]["controller"])
         assert np.array_equal(batch["previous"][b, : counts[b]], classes[frames])
         assert np.array_equal(batch["targets"][b, : counts[b]], classes[frames + 1 + delay])
         assert (batch["targets"][b, counts[b] :] == -100).all()

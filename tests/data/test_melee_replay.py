@@ -68,7 +68,7 @@ def test_a_jump_is_not_seen_before_it_is_chosen():
 def test_a_row_shows_the_past_and_its_target_is_the_next_input():
     replay = read_replay(replays.FOX_DITTO)
     table = game_table(replay.frames, 1, Encoding())
-    classes, _ = Encoding().encode(replay.frames["players"][:, 1]["controller"])
+    classes = Encoding().encode(replay.frames["players"][:, 1]["controller"])
     assert len(table) == len(replay.frames) - 1
     assert np.array_equal(table.controller, classes[:-1])
     assert np.array_equal(table.target, classes[1:])
@@ -175,18 +175,18 @@ def changes(values):
 def test_old_fixtures_decode_to_what_their_names_say():
     pressed = [mask for mask in changes(old("buttons_abxy")["buttons"].tolist()) if mask]
     assert pressed == [A, B, X, Y]
-    labels = Encoding().encode(old("buttons_abxy"))[0][:, 2]
+    labels = Encoding().encode(old("buttons_abxy"))[:, 2]
     said = [LABELS[6][label] for label in changes(labels.tolist())]
     assert [label for label in said if label != "NONE"] == ["A", "B", "JUMP", "JUMP"]
 
     up, down, left, right = (0, 80), (0, -80), (-80, 0), (80, 0)
     for name, head, table in (("cstick_udlr", 0, C_STICK), ("joystick_udlr", 1, MAIN)):
         controllers = old(name)
-        points = [table[label] for label in Encoding().encode(controllers)[0][:, head]]
+        points = [table[label] for label in Encoding().encode(controllers)[:, head]]
         assert [point for point in changes(points) if point in (up, down, left, right)] == [up, down, left, right]
 
     # named after UCF's fix for the shield drop, which is on: a dash dance
     assert parse(replays.REPLAYS / "shield_drop_v1.0.0.slp").start.players[0].ucf.shield_drop.name == "UCF"
-    points = [MAIN[label] for label in Encoding().encode(old("shield_drop"))[0][:, 1]]
+    points = [MAIN[label] for label in Encoding().encode(old("shield_drop"))[:, 1]]
     dashes = "".join({left: "L", right: "R"}.get(point, "") for point in changes(points))
     assert dashes == "LRLRLRLRLRLLRLRLRL"

@@ -21,7 +21,7 @@ def controllers(buttons, *, main=(0, 0), c=(0, 0), trigger=0):
 
 def labels(buttons, count=6):
     encoding = Encoding(count)
-    return [LABELS[count][label] for label in encoding.encode(controllers(buttons))[0][:, -1]]
+    return [LABELS[count][label] for label in encoding.encode(controllers(buttons))[:, -1]]
 
 
 def random_controllers(count, seed=0):
@@ -50,7 +50,7 @@ def test_every_position_gets_its_nearest_class_and_ties_the_lower_one():
     grid = np.array([(x, y) for x in range(-80, 81) for y in range(-80, 81)])
     made = np.zeros(len(grid), CONTROLLER)
     made["main"] = made["c"] = grid
-    classes, _ = Encoding().encode(made)
+    classes = Encoding().encode(made)
     for column, points in ((1, MAIN), (0, C_STICK)):
         away = np.stack([((grid - point) ** 2).sum(-1) for point in points], axis=1)
         assert (classes[:, column] == away.argmin(1)).all()
@@ -61,24 +61,27 @@ def test_what_is_pressed_for_a_class_is_seen_as_that_class(encoding):
     for chosen in itertools.product(*(range(size) for _, size in encoding.heads)):
         if "shoulder" in dict(encoding.heads) and encoding.buttons > 5:
             chosen = (0, *chosen[1:])  # L belongs to the buttons then, and presses the shoulder
-        held = encoding.decode(chosen)
-        made = controllers([held.buttons], main=held.main, c=held.c, trigger=held.trigger)
-        (seen,), _ = encoding.encode(made)
+        held = encoding.decode(np.array([chosen]))
+        (seen,) = encoding.encode(held)
         expected = dict(zip(dict(encoding.heads), chosen, strict=True))
         label = LABELS[encoding.buttons][expected["buttons"]]
         if label in ("L", "A+L") and encoding.shoulder:
             expected["shoulder"] = 2
         if encoding.shoulder and encoding.buttons == 5 and label == "Z" and expected["shoulder"] == 0:
-            assert held.trigger == 0
+            assert held["trigger"] == 0
         assert dict(zip(dict(encoding.heads), seen.tolist(), strict=True)) == expected
 
 
 def test_l_is_pressed_to_the_click():
     """Techs, air dodges and wavedashes read the digital bit, which an analog press alone does not set."""
-    assert Encoding(6).decode((0, 0, 4)) == ((0, 0), (0, 0), 140, L)
-    assert Encoding(7).decode((0, 0, 5)) == ((0, 0), (0, 0), 140, A | L)
-    assert Encoding(5, True).decode((2, 0, 0, 4)) == ((0, 0), (0, 0), 140, L)
-    assert Encoding(5, True).decode((1, 0, 0, 4)) == ((0, 0), (0, 0), 56, 0)
+    for encoding, chosen, pressed, analog in [
+        (Encoding(6), (0, 0, 4), L, 140),
+        (Encoding(7), (0, 0, 5), A | L, 140),
+        (Encoding(5, True), (2, 0, 0, 4), L, 140),
+        (Encoding(5, True), (1, 0, 0, 4), 0, 56),
+    ]:
+        (held,) = encoding.decode(np.array([chosen]))
+        assert (held["buttons"], held["trigger"]) == (pressed, analog)
 
 
 def test_the_newest_press_wins_and_a_release_is_none():
@@ -102,27 +105,34 @@ def test_a_held_mask_without_change_keeps_its_label():
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_labels_do_not_depend_on_where_one_begins_to_look(encoding):
     made = random_controllers(300)
-    whole, end = encoding.encode(made)
-    for cut in (0, 1, 2, 17, 150, 299, 300):
-        first, held = encoding.encode(made[:cut])
-        second, last = encoding.encode(made[cut:], held)
-        assert np.array_equal(np.concatenate([first, second]), whole)
-        assert last == end
+    whole, held = encoding.encode(made), encoding.released()
+    for t in range(len(made)):
+        (label,), held = encoding.encode_next(made[t : t + 1], held)
+        assert np.array_equal(label, whole[t])
+
+
+def test_several_games_at_once_are_as_each_by_itself():
+    encoding = Encoding(7, True)
+    games = np.stack([random_controllers(60, seed) for seed in range(4)])
+    held = encoding.released(4)
+    for t in range(60):
+        seen, held = encoding.encode_next(games[:, t], held)
+        assert np.array_equal(seen, [encoding.encode(game)[t] for game in games])
 
 
 def test_cutting_a_window_out_first_would_change_labels():
     """Why whole games are encoded: held buttons look newly pressed at a window's start."""
     made = controllers([A, A | B, A, A])
     encoding = Encoding()
-    assert encoding.encode(made)[0][2, 2] == encoding.none
-    assert encoding.encode(made[2:])[0][0, 2] != encoding.none
+    assert encoding.encode(made)[2, 2] == encoding.none
+    assert encoding.encode(made[2:])[0, 2] != encoding.none
 
 
 def test_z_alone_is_no_light_shield():
     encoding = Encoding(5, True)
     pressed = [(Z, 49, 0), (Z, 60, 1), (0, 49, 1), (0, 27, 0), (0, 28, 0), (0, 29, 1), (0, 99, 2), (R, 0, 2)]
     for buttons, analog, expected in pressed:
-        assert encoding.encode(controllers([buttons], trigger=analog))[0][0, 0] == expected
+        assert encoding.encode(controllers([buttons], trigger=analog))[0, 0] == expected
 
 
 def test_units_survive_rounding_on_their_way():

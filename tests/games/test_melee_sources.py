@@ -79,10 +79,10 @@ def test_one_frame_at_a_time_gives_what_the_whole_game_gives():
     frames = read_replay(replays.SHORT).frames
     eyes, encoding = MeleeEyes(), Encoding(6)
     table = game_table(frames, 0, encoding)
-    held = None
+    held = encoding.released()
     for t, frame in enumerate(frames[:-1]):
         categories, numbers = eyes(frame)
-        classes, held = encoding.encode(frames["players"][t : t + 1, 0]["controller"], held)
+        classes, held = encoding.encode_next(frames["players"][t : t + 1, 0]["controller"], held)
         assert np.array_equal(categories, table.categories[t])
         assert np.array_equal(numbers, table.numbers[t])
         assert np.array_equal(classes[0], table.controller[t])
@@ -119,9 +119,10 @@ def test_a_chosen_controller_in_the_protocols_words():
     from umi.frame import CTRL_FIELDS, NEUTRAL_CTRL
 
     for encoding in (Encoding(6), Encoding(7, True)):
-        assert np.array_equal(umi.controller_row(encoding.decode(encoding.neutral)), NEUTRAL_CTRL)
-    row = dict(zip(CTRL_FIELDS, umi.controller_row(Encoding(6).decode((3, 2, 4))).tolist(), strict=True))
-    assert row == {
+        (row,) = umi.controller_rows(encoding.decode(np.array([encoding.neutral])))
+        assert np.array_equal(row, NEUTRAL_CTRL)
+    (row,) = umi.controller_rows(Encoding(6).decode(np.array([(3, 2, 4)])))
+    assert dict(zip(CTRL_FIELDS, row.tolist(), strict=True)) == {
         **dict.fromkeys(CTRL_FIELDS, 0.0),
         **{"main_x": pytest.approx(0.5 - 28 / 160), "main_y": 0.5, "c_x": 0.5, "c_y": 1.0, "shoulder": 1.0, "L": 1.0},
     }

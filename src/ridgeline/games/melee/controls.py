@@ -6,21 +6,21 @@ a tie goes to the lower one.
 
 Buttons are one label a frame. The newest press wins (of several, the lowest class); a change without a new press is
 NONE, and stays so while that set of buttons is held. So a label depends on the frames before it: a whole game is
-encoded at once, and live one goes on from where it was (`Held`). Encoding each window of a game by itself would make
-the first labels of a window depend on where it begins.
+encoded at once, and live each frame goes on from the last (`encode_next`). Encoding each window of a game by itself
+would make the first labels of a window depend on where it begins.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ridgeline.errors import ConfigError
 from ridgeline.games.env import Controller
-from ridgeline.games.melee.frames import STICK_UNITS, TRIGGER_UNITS, A, B, Frames, L, R, X, Y, Z
+from ridgeline.games.melee.frames import CONTROLLER, STICK_UNITS, TRIGGER_UNITS, A, B, Frames, L, R, X, Y, Z
 
 Point = tuple[int, int]
 
@@ -51,21 +51,11 @@ _PRESSED = {"A": A, "B": B, "JUMP": X, "Z": Z, "L": L, "A+L": A | L, "NONE": 0}
 _GROUPS = (A, B, X | Y, Z, L | R)  # the buttons behind a label, lowest class first
 
 
-class Inputs(NamedTuple):
-    """What is to be held: sticks in eightieths (right, up), trigger in 140ths, bits of buttons."""
+class Held(NamedTuple):
+    """Which buttons were down last, as bits of their classes, and what that was called; uint8[N], one a game."""
 
-    main: Point
-    c: Point
-    trigger: int
-    buttons: int
-
-
-@dataclass(frozen=True)
-class Held:
-    """Which buttons were down last, by class, and what that was called."""
-
-    groups: int
-    label: int
+    groups: NDArray[np.uint8]
+    label: NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -98,62 +88,80 @@ class Encoding:
         """The label of no button."""
         return self.buttons - 1
 
-    @property
-    def released(self) -> Held:
-        """Before a game begins."""
-        return Held(0, self.none)
+    def released(self, games: int = 1) -> Held:
+        """Before games begin."""
+        return Held(np.zeros(games, np.uint8), np.full(games, self.none, np.uint8))
 
     @property
     def neutral(self) -> Controller:
         """The classes of a controller that nobody touches."""
         return tuple(self.none if name == "buttons" else 0 for name, _ in self.heads)
 
-    def encode(self, controllers: Frames, held: Held | None = None) -> tuple[NDArray[np.uint8], Held]:
-        """The classes of controllers that follow one another.
+    def encode(self, controllers: Frames) -> NDArray[np.uint8]:
+        """The classes of a whole game's controllers, from its first frame on.
 
         Args:
-            controllers: CONTROLLER[T], from the first frame of a game, or from the one after `held`.
-            held: what came before; None at the start of a game.
+            controllers: CONTROLLER[T].
 
         Returns:
-            uint8[T, heads], and what to go on from.
+            uint8[T, heads].
         """
-        labels, held = self._labels(controllers["buttons"], held or self.released)
-        parts = [_nearest(controllers["c"], _C_TABLE), _nearest(controllers["main"], _MAIN_TABLE), labels]
-        if self.shoulder:
-            parts.insert(0, _shoulder(controllers))
-        return np.stack(parts, axis=-1), held
+        groups_T = self._groups(controllers)
+        before_T = np.concatenate([np.zeros(1, np.uint8), groups_T[:-1]])
+        label_T = self._at_change(groups_T, before_T)
+        # between changes it is what the last one made it
+        last_T = np.maximum.accumulate(np.where(groups_T != before_T, np.arange(len(groups_T)), -1))
+        return self._classes(controllers, np.where(last_T < 0, np.uint8(self.none), label_T[last_T]))
 
-    def decode(self, controller: Controller) -> Inputs:
-        """What to hold for the chosen classes.
+    def encode_next(self, controllers: Frames, held: Held) -> tuple[NDArray[np.uint8], Held]:
+        """The classes of the next controller of several games.
+
+        Args:
+            controllers: CONTROLLER[N], one a game.
+            held: what came before, from `released` or from the last call.
+
+        Returns:
+            uint8[N, heads], and what to go on from.
+        """
+        groups_N = self._groups(controllers)
+        changed_N = groups_N != held.groups
+        label_N = np.where(changed_N, self._at_change(groups_N, held.groups), held.label)
+        return self._classes(controllers, label_N), Held(groups_N, label_N)
+
+    def decode(self, classes: NDArray[np.integer[Any]]) -> Frames:
+        """What to hold for chosen classes: integers[N, heads] become CONTROLLER[N].
 
         The digital L is held wherever the analog one is pressed to the end: techs, air dodges and wavedashes read it.
         """
-        chosen = dict(zip((name for name, _ in self.heads), controller, strict=True))
-        buttons = _PRESSED[LABELS[self.buttons][chosen["buttons"]]]
-        analog = SHOULDER[chosen["shoulder"]] if self.shoulder else 0
-        if analog == TRIGGER_UNITS:
-            buttons |= L
-        if buttons & L:
-            analog = TRIGGER_UNITS
-        return Inputs(MAIN[chosen["main"]], C_STICK[chosen["c"]], analog, buttons)
+        made = np.zeros(len(classes), CONTROLLER)
+        chosen = {name: classes[:, column] for column, (name, _) in enumerate(self.heads)}
+        made["main"], made["c"] = _MAIN_POINTS[chosen["main"]], _C_POINTS[chosen["c"]]
+        made["buttons"] = np.array([_PRESSED[label] for label in LABELS[self.buttons]], np.uint8)[chosen["buttons"]]
+        if self.shoulder:
+            made["trigger"] = np.array(SHOULDER, np.uint8)[chosen["shoulder"]]
+            made["buttons"] |= np.where(made["trigger"] == TRIGGER_UNITS, np.uint8(L), np.uint8(0))
+        made["trigger"][made["buttons"] & L > 0] = TRIGGER_UNITS
+        return made
 
-    def _labels(self, buttons: NDArray[np.uint8], held: Held) -> tuple[NDArray[np.uint8], Held]:
-        groups_T: NDArray[np.uint8] = _GROUP_TABLE[buttons]
-        if self.buttons == 5:
-            groups_T = groups_T & np.uint8(0b01111)
-        before_T = np.concatenate([np.array([held.groups], np.uint8), groups_T[:-1]])
-        # at a change: the lowest new press; none new, no label
-        changed_T = groups_T != before_T
-        label_T = _LOWEST[groups_T & ~before_T]
-        label_T[label_T == NO_GROUP] = self.none
+    def _groups(self, controllers: Frames) -> NDArray[np.uint8]:
+        """Which classes of buttons are down, as bits."""
+        groups = _GROUP_TABLE[controllers["buttons"]]
+        return groups & ~L_GROUP if self.buttons == 5 else groups
+
+    def _at_change(self, groups: NDArray[np.uint8], before: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The label where the buttons change: the lowest new press, or none."""
+        label = _LOWEST[groups & ~before]
+        label = np.where(label == NO_GROUP, np.uint8(self.none), label)
         if self.buttons == 7:
-            both_T = (groups_T & 0b10001) == 0b10001
-            label_T[both_T & ((label_T == 0) | (label_T == 4))] = 5
-        # in between: what the last change made it
-        last_T = np.maximum.accumulate(np.where(changed_T, np.arange(len(buttons)), -1))
-        label_T = np.where(last_T < 0, np.uint8(held.label), label_T[last_T]).astype(np.uint8)
-        return label_T, Held(int(groups_T[-1]), int(label_T[-1])) if len(buttons) else held
+            both = (groups & (A_GROUP | L_GROUP)) == A_GROUP | L_GROUP
+            label = np.where(both & ((label == 0) | (label == 4)), np.uint8(5), label)
+        return label
+
+    def _classes(self, controllers: Frames, label: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        parts = [_nearest(controllers["c"], _C_TABLE), _nearest(controllers["main"], _MAIN_TABLE), label]
+        if self.shoulder:
+            parts.insert(0, _shoulder(controllers))
+        return np.stack(parts, axis=-1)
 
 
 def _nearest(sticks: NDArray[np.int8], table: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -175,6 +183,8 @@ def _stick_table(points: tuple[Point, ...]) -> NDArray[np.uint8]:
 
 
 NO_GROUP = 255
+A_GROUP, L_GROUP = np.uint8(1), np.uint8(16)
+_MAIN_POINTS, _C_POINTS = np.array(MAIN, np.int8), np.array(C_STICK, np.int8)
 _MAIN_TABLE, _C_TABLE = _stick_table(MAIN), _stick_table(C_STICK)
 _GROUP_TABLE = np.array(
     [sum(1 << index for index, group in enumerate(_GROUPS) if buttons & group) for buttons in range(256)], np.uint8

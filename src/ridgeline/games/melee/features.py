@@ -79,7 +79,7 @@ def game_table(frames: Frames, ego: int, encoding: Encoding) -> GameTable:
     frame's input would show the answer (three in five jumps are under way in that very state).
     """
     categories, numbers = features(frames, ego)
-    classes, _ = encoding.encode(frames["players"][:, ego]["controller"])
+    classes = encoding.encode(frames["players"][:, ego]["controller"])
     return GameTable(categories=categories[:-1], numbers=numbers[:-1], controller=classes[:-1], target=classes[1:])
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ridgeline.games.melee.controls import Inputs
 from ridgeline.games.melee.frames import FRAME, STICK_UNITS, TRIGGER_UNITS, A, B, Frames, L, R, X, Y, Z, stick, trigger
 
 BUTTONS = (A, B, X, Y, Z, L, R)  # in the order of the protocol, whose last one is the d-pad's up
@@ -41,8 +40,15 @@ def frames_of(frames: NDArray[Any]) -> Frames:
     return made
 
 
-def controller_row(inputs: Inputs) -> NDArray[np.float32]:
-    """What is to be held as the protocol's row: float32[13], sticks and shoulder in [0, 1], then the buttons."""
-    sticks = np.array([*inputs.main, *inputs.c], np.float32) / (2 * STICK_UNITS) + 0.5
-    buttons = [float(inputs.buttons & button > 0) for button in BUTTONS]
-    return np.array([*sticks, inputs.trigger / TRIGGER_UNITS, *buttons, 0.0], np.float32)
+def controller_rows(controllers: Frames) -> NDArray[np.float32]:
+    """What is to be held, CONTROLLER[N], as the protocol's rows.
+
+    Returns:
+        float32[N, 13]: main and c-stick and shoulder in [0, 1], then the buttons.
+    """
+    rows = np.zeros((len(controllers), 5 + len(BUTTONS) + 1), np.float32)
+    rows[:, 0:2] = controllers["main"] / np.float32(2 * STICK_UNITS) + np.float32(0.5)
+    rows[:, 2:4] = controllers["c"] / np.float32(2 * STICK_UNITS) + np.float32(0.5)
+    rows[:, 4] = controllers["trigger"] / np.float32(TRIGGER_UNITS)
+    rows[:, 5:-1] = controllers["buttons"][:, None] & np.array(BUTTONS, np.uint8) > 0
+    return rows
