@@ -3,17 +3,19 @@ import os, shutil, statistics as st, sys
 from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 import attn_gpu as A
-SRC = A.ROOT / "src/ridgeline/ops/attention/cuda"
+SRC = Path(os.environ.get("ATTN_FOLDER", A.ROOT / "src/ridgeline/ops/attention")) / "cuda"
 MARK = '''#define MARK(group, square, id) do { if (p.warp == 0 && p.lane == 0 && blockIdx.x == 0 && (square) < 300) reinterpret_cast<i64*>(a.dk_heads)[((group) * 300 + (square)) * 16 + (id)] = clock64(); } while (0)
 '''
 S = [  # file, anchor, group, square, id, after
     ("scores.cuh", "      if (q.first) {\n        if (RELATIVE) rows = start.next_rows;", 0, "squares", 0, 0),
+    ("scores.cuh", "      if (q.first) rows = take_rows(", 0, "squares", 0, 0),
     ("scores.cuh", "      wgmma_touch(s);\n      wgmma_touch(dp);\n", 0, "squares", 1, 1),
     ("scores.cuh", "      if (AHEAD) start.run(s, dp, next, parity, more);\n", 0, "squares", 2, 0),
     ("scores.cuh", "      const Stage stage(squares);\n      barrier_wait(p.barrier(STAGE_EMPTY", 0, "squares", 3, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase ^ 1);\n", 0, "squares", 4, 1),
     ("scores.cuh", "      if (!AHEAD) start.run(s, dp, next, parity, more);\n", 0, "squares", 5, 0),
     ("scores.cuh", "      Rows rows;\n      if (q.first) rows = visits.take(a, p, unit, n);\n", 1, "squares", 0, 0),
+    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      u32 pairs", 1, "squares", 0, 0),
     ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      u32 pairs", 1, "squares", 1, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(R_EMPTY + p.warp), ~squares & 1);\n", 1, "squares", 2, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(R_EMPTY + p.warp), ~squares & 1);\n", 1, "squares", 3, 1),
@@ -28,6 +30,7 @@ S = [  # file, anchor, group, square, id, after
     ("gradients.cuh", "      const u32 operands = p.operands();\n      wgmma_fence();\n      multiply_square(dq, operands + units(DS_AT)", 3, "squares", 1, 0),
     ("gradients.cuh", "      if (RELATIVE && q.i != q.j) add_window", 3, "squares", 2, 0),
     ("gradients.cuh", "      if (p.warp == 0 && p.lane == 0) copy_after", 3, "squares", 3, 0),
+    ("gradients.cuh", "      if (BLOCKS <= 2 && p.warp == 0", 3, "squares", 3, 0),
     ("gradients.cuh", "      if (q.last && q.j > 0) {", 3, "squares", 4, 0),
     ("gradients.cuh", "        store_query_rows(a, p, Head(a, unit), q.i, dq);\n      }\n", 3, "squares", 5, 1),
 ]
@@ -41,7 +44,7 @@ def patched(folder):
     texts["schedule.cuh"] = texts["schedule.cuh"].replace("struct Place {", MARK + "struct Place {", 1)
     for file, anchor, group, square, id, after in S:
         s = texts[file]
-        assert s.count(anchor) == 1, (s.count(anchor), anchor)
+        if s.count(anchor) != 1: continue  # of another version of the kernel
         m = f"MARK({group}, {square}, {id});\n"
         texts[file] = s.replace(anchor, anchor + m if after else m + anchor)
     for n, s in texts.items(): (folder / n).write_text(s)
@@ -49,7 +52,7 @@ def patched(folder):
 
 def run(name):
     import torch
-    from ridgeline.ops.attention import short
+    short = A.short_module(os.environ.get("ATTN_FOLDER"))
     case = A.TIMES[name]; us = A.Ours(case, A.make(case)); us.fwd(); torch.cuda.synchronize()
     path, real = patched(Path("/tmp/attn_trace")), short.cuda.load
     buf = torch.zeros(4 * 300 * 16, dtype=torch.int64, device="cuda")
@@ -87,12 +90,12 @@ FNAMES = "wait | take window | skew | S | mask, raise | exponentials | start | t
 
 def forward(name):
     import torch
-    from ridgeline.ops.attention import short
+    short = A.short_module(os.environ.get("ATTN_FOLDER"))
     case = A.TIMES[name]; us = A.Ours(case, A.make(case)); B, T, H = case[:3]
     folder = Path("/tmp/attn_trace_f"); folder.mkdir(parents=True, exist_ok=True)
     texts = {f.name: f.read_text() for f in SRC.glob("*.cu*")}; s = texts["forward.cu"]
     for anchor, id, after in F:
-        assert s.count(anchor) == 1, (s.count(anchor), anchor)
+        if s.count(anchor) != 1: continue
         m = f"MARK(p.group, squares, {id});\n"; s = s.replace(anchor, anchor + m if after else m + anchor)
     s = s.replace("// What a warpgroup holds in registers", FMARK + "// What a warpgroup holds in registers").replace("  u32 aq[D / 16][4], pairs[16];\n  Softmax x;", "  u32 aq[D / 16][4], pairs[16], squares = ~0u;\n  Softmax x;")
     s = s.replace("  RL_D void square(int i, int j, u32 phase) {\n", "  RL_D void square(int i, int j, u32 phase) {\n    ++squares;\n")
