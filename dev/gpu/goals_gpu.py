@@ -31,6 +31,11 @@ ROWS = {
     "fast-c256-2048": ({"batch": 4, "context": 2048}, "best,compile+graph", 30),
     "gpt2-c256-fp32": ({"precision": "fp32"}, "best,compile+graph", 20),
     "fast-c256-fp32": ({"precision": "fp32"}, "best,compile+graph", 20),
+    **{
+        f"{name}-t{context}": ({"batch": 8192 // context, "context": context}, "best,compile+graph", 30)
+        for name in ("gpt2-c256", "fast-c256")
+        for context in (128, 512, 1024)
+    },
     "gpt2-124m": ({}, "best,compile+graph", 8),
 }
 asked = sys.argv[1:] or ["hal-20m", "gpt2-c256"]

@@ -289,6 +289,11 @@ def test_json_record_and_table() -> None:
     assert to_json(record)["kind"] == "explain"  # the schema takes it
     assert record.contenders[0].tokens_per_s == pytest.approx(131_072 / 0.0744)
     assert {op.name for op in record.ops} == {"qkv", UNMAPPED}
+    qkv = next(op for op in record.ops if op.name == "qkv")
+    # 6 layers of 131,072 × 512 × 1,536 in 3 ms, and at least its factors and result, in bf16, moved in that time
+    assert qkv.tflops == pytest.approx(6 * 2 * 131_072 * 512 * 1536 / 3e-3 / 1e12, rel=0.01)
+    assert qkv.tb_per_s == pytest.approx(6 * 2 * (131_072 * (512 + 1536) + 512 * 1536) / 3e-3 / 1e12, rel=0.01)
+    assert all(op.tflops is None for op in record.ops if op.name == UNMAPPED)
     console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render_measured(result))
     text = console.export_text()

@@ -111,7 +111,7 @@ def browser() -> Iterator[Browser]:
                    f"--user-data-dir={profile}", "--remote-debugging-pipe"]  # fmt: skip
         process = subprocess.Popen(
             # the protocol is spoken over file descriptors 3 and 4
-            ["/bin/sh", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "sh", *command],
+            ["bash", "-c", f'exec "$@" 3<&{read_commands} 4>&{write_answers}', "bash", *command],
             pass_fds=(read_commands, write_answers),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -129,6 +129,21 @@ class MeasureResult:
         }
         return {**explained, "measured": measured}
 
+    def _op(self, row: MeasuredRow) -> OpResult:
+        """A row with the rates that it reached: of the FLOPs and bytes of all the ops that share it."""
+        parts = [r for r in self.explained.rows if r.phase == row.phase and r.name in row.name.split(EITHER)]
+        flops, nbytes = sum(r.executed_flops + r.vector_flops for r in parts), sum(r.bytes for r in parts)
+        return OpResult(
+            name=row.name,
+            shape=row.phase or "",
+            impl=self.engine,
+            us=row.seconds * 1e6,
+            tflops=flops / row.seconds / 1e12 if flops else None,
+            tb_per_s=nbytes / row.seconds / 1e12 if nbytes else None,
+            # above 1 the op's tensors stayed in the cache, and the share says nothing
+            floor_share=row.floor_s / row.seconds if row.floor_s and row.floor_s <= row.seconds else None,
+        )
+
     def to_record(self) -> Record:
         """The same as a record that reports read."""
         case, spec = self.explained.case, self.explained.spec
@@ -144,18 +159,7 @@ class MeasureResult:
             phases_ms={phase: seconds * 1e3 for phase, seconds in self.phases_s.items()},
             overlap=self.occupation.overlap,
         )
-        ops = [
-            OpResult(
-                name=row.name,
-                shape=row.phase or "",
-                impl=self.engine,
-                us=row.seconds * 1e6,
-                # above 1 the op's tensors stayed in the cache, and the share says nothing
-                floor_share=row.floor_s / row.seconds if row.floor_s and row.floor_s <= row.seconds else None,
-            )
-            for row in self.rows
-            if row.seconds > 0
-        ]
+        ops = [self._op(row) for row in self.rows if row.seconds > 0]
         work = Workload(
             name=case.name, model=case.model, batch=case.batch, context=case.context, precision=case.precision
         )

@@ -65,6 +65,19 @@ def ratio(record: Record, name: str, over: str, group: int | None = None) -> Rat
     return None
 
 
+def gain(record: Record, name: str, over: str) -> Ratio | None:
+    """How many times as fast `name` is as `over`: in a group that timed both, else by way of `best`, which every group
+    has: its ratio to each of them is taken in their own groups, so a card that changes in between does no harm."""
+    direct = ratio(record, name, over)
+    if direct is not None or SUBJECT in (name, over):
+        return direct
+    upper, lower = ratio(record, name, SUBJECT), ratio(record, over, SUBJECT)
+    if upper is None or lower is None:
+        return None
+    value, noise = upper.value / lower.value, upper.noise + lower.noise
+    return Ratio(value=value, noise=noise, distinct=abs(value - 1) > noise, over=over, group=upper.group)
+
+
 def baselines(record: Record, group: int | None = None) -> Sequence[ContenderResult]:
     """PyTorch's contenders that were timed, the fastest first."""
     found = [c for c in record.contenders if c.step_ms and group in (None, c.group) and is_baseline(c.name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 ROW_IN = 0.27
 LINES = 6  # colours for lines
 LABELLED = 7  # dots of a roofline that are named
+CROWDED = (1.0, 0.18)  # decades of x and y within which two names would lie on each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +41,14 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A curve; `low` and `high` are a band around it."""
+    """A curve; `low` and `high` are a band around it. A mark is a level to compare with, and no run of its own."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
+    mark: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +184,17 @@ def stacked(labels: Sequence[str], parts: Sequence[dict[str, float]], unit: str)
 
 
 def _draw_lines(axes: Axes, found: Sequence[Line], palette: Palette, marker: str) -> None:
-    for index, line in enumerate(found):
+    curves = [line for line in found if not line.mark]
+    for index, line in enumerate(curves):
         colour = palette[f"line{index % LINES}"]
         axes.plot(line.x, line.y, marker=marker, markersize=3.5, color=colour, linewidth=1.6, label=line.label)
         if line.low is not None and line.high is not None:
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.18, linewidth=0)
+    for line in found:
+        if line.mark:
+            axes.plot(line.x, line.y, color=palette["muted"], linewidth=1, linestyle=(0, (4, 3)))
+            axes.annotate(line.label, (line.x[-1], line.y[-1]), xytext=(0, 2), textcoords="offset points", ha="right",
+                          fontsize=7.5, color=palette["muted"])  # fmt: skip
 
 
 def lines(
@@ -220,6 +229,19 @@ def lines(
     return draw
 
 
+def _apart(dots: Sequence[Dot]) -> list[Dot]:
+    """The dots that can be named without their names lying on each other, the largest first."""
+    chosen: list[Dot] = []
+    for dot in sorted(dots, key=lambda dot: -dot.share):
+        if all(
+            abs(math.log10(dot.intensity / other.intensity)) > CROWDED[0]
+            or abs(math.log10(dot.flops_per_s / other.flops_per_s)) > CROWDED[1]
+            for other in chosen
+        ):
+            chosen.append(dot)
+    return chosen
+
+
 def roofline(dots: Sequence[Dot], peak: float, bandwidth: float) -> Chart:
     """Ops under the roof of a card: FLOP/s over FLOPs a byte, the dot's area by its share of the step."""
 
@@ -235,9 +257,11 @@ def roofline(dots: Sequence[Dot], peak: float, bandwidth: float) -> Chart:
             axes.scatter([d.intensity for d in mine], [d.flops_per_s / 1e12 for d in mine],
                          s=[14 + 700 * d.share for d in mine], color=palette[role], alpha=0.75, linewidths=0,
                          label=role)  # fmt: skip
-        for dot in sorted(dots, key=lambda dot: -dot.share)[: LABELLED - 3 if narrow else LABELLED]:
-            axes.annotate(dot.label, (dot.intensity, dot.flops_per_s / 1e12), xytext=(5, -9),
-                          textcoords="offset points", fontsize=7.5, color=palette["ink"])  # fmt: skip
+        for dot in _apart(dots)[: LABELLED - 3 if narrow else LABELLED]:
+            right = math.log(dot.intensity / low) > 0.7 * math.log(high / low)
+            axes.annotate(dot.label, (dot.intensity, dot.flops_per_s / 1e12), xytext=(-5 if right else 5, -10),
+                          ha="right" if right else "left", textcoords="offset points", fontsize=7.5,
+                          color=palette["ink"])  # fmt: skip
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(low, high)

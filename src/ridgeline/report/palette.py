@@ -11,14 +11,14 @@ Palette = Mapping[str, str]
 
 LIGHT: Palette = {
     "ink": "#1c2127", "muted": "#5c6670", "grid": "#dfe3e8", "ours": "#c2540a", "rung": "#2f6fbd",
-    "pytorch": "#8b95a1", "peer": "#7a5ea8", "article": "#9a7b1f", "forward": "#2f6fbd", "backward": "#c2540a",
-    "optimizer": "#3d8a5f", "line0": "#c2540a", "line1": "#2f6fbd", "line2": "#3d8a5f", "line3": "#7a5ea8",
+    "pytorch": "#8b95a1", "peer": "#7a5ea8", "article": "#9a7b1f", "forward": "#27877f", "backward": "#7a5ea8",
+    "optimizer": "#b08a1e", "line0": "#c2540a", "line1": "#2f6fbd", "line2": "#3d8a5f", "line3": "#7a5ea8",
     "line4": "#9a7b1f", "line5": "#5c6670",
 }  # fmt: skip
 DARK: Palette = {
     "ink": "#e7eaee", "muted": "#a3adb8", "grid": "#30363d", "ours": "#f59a4f", "rung": "#6ea6ee",
-    "pytorch": "#7d8894", "peer": "#b59be0", "article": "#d6b75a", "forward": "#6ea6ee", "backward": "#f59a4f",
-    "optimizer": "#62b98a", "line0": "#f59a4f", "line1": "#6ea6ee", "line2": "#62b98a", "line3": "#b59be0",
+    "pytorch": "#7d8894", "peer": "#b59be0", "article": "#d6b75a", "forward": "#55b8ae", "backward": "#b59be0",
+    "optimizer": "#d6b75a", "line0": "#f59a4f", "line1": "#6ea6ee", "line2": "#62b98a", "line3": "#b59be0",
     "line4": "#d6b75a", "line5": "#a3adb8",
 }  # fmt: skip
 PAGE: Palette = {role: f"#fe{index:02x}fd" for index, role in enumerate(ROLES)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ridgeline.bench.contenders import is_baseline
 from ridgeline.bench.explain_view import amount
-from ridgeline.bench.ratios import SUBJECT, baselines, over_pytorch, ratio
+from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch, ratio
 from ridgeline.hardware.spec import GIB
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles
@@ -154,7 +154,7 @@ def headline(record: Record) -> str | None:
 
 def _speed(record: Record, index: int) -> Section:
     best = headline(record)
-    steps = [Gain(label=f"{a} → {b}", ours=_gain(record, a, b), article=articles.gain(a, b))
+    steps = [Gain(label=f"{a} → {b}", ours=shown(gain(record, b, a)), article=articles.gain(a, b))
              for a, b in articles.LADDER_STEPS if {a, b} <= set(rungs_of(record))]  # fmt: skip
     notes = [SWALLOWED]
     chart = bars(_bars(record), "million tokens/s")
@@ -174,18 +174,18 @@ def _speed(record: Record, index: int) -> Section:
     )
 
 
-def _gain(record: Record, lower: str, upper: str) -> float | None:
-    found = ratio(record, upper, lower)
-    return None if found is None else found.value
+def shown(found: Ratio | None) -> float | None:
+    """The value of a ratio that may be shown."""
+    return found.value if found is not None and found.distinct else None
 
 
 def _slower(record: Record) -> list[str]:
     names = rungs_of(record)
     said = []
     for lower, upper in itertools.pairwise(names):
-        found = ratio(record, upper, lower)
+        found = gain(record, upper, lower)
         if found is None:
-            said.append(f"{lower} and {upper} were not timed in one group, so no gain is given.")
+            said.append(f"No group links {lower} and {upper}, so no gain is given.")
         elif not found.distinct:
             said.append(f"{upper} and {lower} differ by less than their spread.")
         elif found.value < 1:

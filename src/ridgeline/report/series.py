@@ -11,14 +11,17 @@ from ridgeline.errors import ConfigError
 from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
 from ridgeline.report.draw import Dot, Line, lines, roofline
-from ridgeline.report.sections import SWALLOWED, Section, contender_table, timed, workload_name
-from ridgeline.report.table import Cell, Table, number, words
+from ridgeline.report.sections import SWALLOWED, Section, contender_table, slug, timed, workload_name
+from ridgeline.report.table import Cell, Table, anything, number, words
 
 CURVES = {
-    "loss": ("Loss over training", "Validation loss of each run, in nats; the band is the range over seeds."),
-    "strength": ("Strength over training time", "Games played at checkpoints while training goes on; the band is the "
-                 "95 % interval."),
-}  # fmt: skip
+    "loss": (
+        "Loss",
+        "Held-out loss in nats; a band is the range over seeds, a dashed line what counting letters gives.",
+    ),
+    "strength": ("Strength", "Games played at checkpoints of a run; a band is the 95 % interval."),
+}
+PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass
@@ -66,7 +69,7 @@ def sweep_section(sweep: Sweep, records: Sequence[Record], number_: int) -> Sect
         rows.append([words(name), *(Cell(text=amount(speeds[T]) if T in speeds else "–") for T in contexts)])
     return Section(
         key=f"sweep-{number_}",
-        title=f"Tokens/s over the context: {sweep.title}",
+        title="Tokens/s over the context",
         lead="A longer window means fewer of them, so that every step learns from as many positions.",
         chart=lines(drawn, "context (positions)", "million tokens/s", ticks=contexts, from_zero=True),
         table=Table(headers=("contender", *(f"T {T}" for T in contexts)), rows=rows),
@@ -80,7 +83,7 @@ def _card(record: Record) -> DeviceSpec | None:
 def roofline_section(record: Record, index: int) -> Section | None:
     """Each op of an explained step under the card's roof; None where nothing was measured or the card is unknown."""
     spec, info = _card(record), record.workload
-    ops = [op for op in record.ops if op.us and op.tflops and op.tb_per_s]
+    ops = [op for op in record.ops if op.us and op.tflops and op.tb_per_s and op.shape in PHASES]
     if spec is None or info is None or not ops or info.precision not in spec.tflops:
         return None
     total = sum(op.us or 0.0 for op in record.ops)
@@ -89,7 +92,7 @@ def roofline_section(record: Record, index: int) -> Section | None:
             label=op.name,
             intensity=(op.tflops or 0.0) / (op.tb_per_s or 1.0),
             flops_per_s=(op.tflops or 0.0) * 1e12,
-            role=op.shape if op.shape in ("forward", "backward", "optimizer") else "muted",
+            role=op.shape,
             share=(op.us or 0.0) / total,
         )
         for op in ops
@@ -113,48 +116,78 @@ def roofline_section(record: Record, index: int) -> Section | None:
     )
 
 
-def _line(curve: dict[str, Any], record: Record) -> Line:
+def _line(curve: dict[str, Any], record: Record, x_key: str = "x") -> Line:
     y = curve.get("y")
-    x = curve.get("x", list(range(len(y))) if isinstance(y, list) else None)
+    x = curve.get(x_key, list(range(len(y))) if isinstance(y, list) else None)
     bands = [curve[name] for name in ("low", "high") if curve.get(name) is not None]
-    rows = [x, y, *bands]
-    lists = all(isinstance(row, list) and row and all(isinstance(v, int | float) for v in row) for row in rows)
-    if not lists or len({len(row) for row in rows}) > 1:  # type: ignore[arg-type]
+    lists = all(
+        isinstance(row, list) and row and all(isinstance(v, int | float) for v in row) for row in (x, y, *bands)
+    )
+    if not lists or len({len(row) for row in (x, y, *bands)}) > 1:  # type: ignore[arg-type]
         raise ConfigError(
             f"a curve of the {record.kind} record of {record.date} cannot be drawn: x, y, low and high must be lists "
             "of numbers of one length"
         )
-    return Line(label=str(curve.get("name", "?")), x=x, y=y, low=curve.get("low"), high=curve.get("high"))  # type: ignore[arg-type]
+    return Line(
+        label=str(curve.get("name", "?")), x=x, y=y,  # type: ignore[arg-type]
+        low=curve.get("low"), high=curve.get("high"), mark=curve.get("line") is True,
+    )  # fmt: skip
 
 
 def curve_sections(record: Record, index: int) -> Iterator[Section]:
-    """Loss and strength, from a record's curves: {"name", "figure", "x", "y", "low", "high", "x_label", "y_label"}.
+    """Loss and strength, from a record's curves: {"name", "figure", "x", "y", "low", "high", "x_label", "y_label"};
+    with "line" a level to compare with, with "seconds" a loss is drawn over time too; "rows" is a table.
 
     Raises:
         ConfigError: a curve that cannot be drawn.
     """
     given = record.curves if isinstance(record.curves, list) else [record.curves] if record.curves else []
-    for figure, (title, lead) in CURVES.items():
+    for figure in CURVES:
         mine = [curve for curve in given if curve.get("figure", "loss") == figure]
-        if not mine:
-            continue
-        drawn = [_line(curve, record) for curve in mine]
-        rows = [
-            [words(line.label), number(len(line.x), "d"), number(line.x[-1], ".4g"), number(line.y[-1], ".4g"),
-             number(min(line.y), ".4g"), number(max(line.y), ".4g")]
-            for line in drawn
-        ]  # fmt: skip
-        x_label, y_label = str(mine[0].get("x_label", "step")), str(mine[0].get("y_label", figure))
-        yield Section(
-            key=f"{figure}-{index}",
-            title=title if record.workload is None else f"{title}: {record.workload.name}",
-            lead=lead,
-            chart=lines(drawn, x_label, y_label),
-            table=Table(
-                headers=("run", "points", f"last {x_label}", f"last {y_label}", "lowest", "highest"), rows=rows
-            ),
-            source=index,
-        )
+        runs = [curve for curve in mine if not curve.get("line")]
+        if mine:
+            yield _curves(record, index, figure, mine, "x", str(mine[0].get("x_label", "step")))
+        if runs and all("seconds" in curve for curve in runs):
+            yield _curves(record, index, figure, runs, "seconds", "seconds of training")
+    for curve in given:
+        if isinstance(curve.get("rows"), list) and curve["rows"]:
+            yield _rows(record, index, curve)
+
+
+def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]], x_key: str, x_label: str) -> Section:
+    drawn = [_line(curve, record, x_key) for curve in curves]
+    y_label = str(curves[0].get("y_label", figure))
+    rows = [
+        [words(line.label), number(len(line.x), "d"), number(line.x[-1], ".4g"), number(line.y[-1], ".4g"),
+         number(min(line.y), ".4g"), number(max(line.y), ".4g")]
+        for line in drawn
+    ]  # fmt: skip
+    title, lead = CURVES[figure]
+    over = " over time" if x_key == "seconds" else ""
+    return Section(
+        key=f"{figure}-{index}{'-seconds' if over else ''}",
+        title=f"{title}{over}" if record.workload is None else f"{title}{over}: {record.workload.name}",
+        lead=lead,
+        chart=lines(drawn, x_label, y_label),
+        table=Table(headers=("run", "points", f"last {x_label}", f"last {y_label}", "lowest", "highest"), rows=rows),
+        source=index,
+    )
+
+
+def _rows(record: Record, index: int, curve: dict[str, Any]) -> Section:
+    """A table of a record as it is; values that are no words or numbers are left out."""
+    rows = [
+        {name: value for name, value in row.items() if value is None or isinstance(value, str | int | float)}
+        for row in curve["rows"]
+        if isinstance(row, dict)
+    ]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [[anything(row.get(name)) for name in names] for row in rows]
+    title = str(curve.get("name", "rows"))
+    return Section(
+        key=f"{slug(title)}-{index}", title=title.capitalize(), lead="As the record has it.", chart=None,
+        table=Table(headers=[name.replace("_", " ") for name in names], rows=cells), source=index,
+    )  # fmt: skip
 
 
 def op_section(record: Record, index: int) -> Section:

@@ -42,6 +42,13 @@ def quantity(value: float | None) -> Cell:
     return Cell(text=NONE if value is None else amount(value))
 
 
+def anything(value: str | float | None) -> Cell:
+    """A cell for a value of which nothing more is known."""
+    if isinstance(value, str):
+        return words(value)
+    return quantity(value) if value is not None and abs(value) >= 1e5 else number(value, ".4g")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Headers and rows; a row may end early with a wide cell."""

@@ -1,0 +1,106 @@
+"""What a report says of records, and what it refuses to say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from report import samples
+from ridgeline.errors import ConfigError
+from ridgeline.report.page import chapters, circumstances
+from ridgeline.report.sections import bench_sections, beside_section, headline, rungs_of, timed
+from ridgeline.report.series import curve_sections, roofline_section, sweeps
+
+
+def table_of(section) -> dict[str, list[str]]:
+    return {row[0].text: [cell.text for cell in row[1:]] for row in section.table.rows}
+
+
+def test_the_ladder_is_climbed_in_order_and_its_gains_stand_beside_the_articles():
+    record = samples.ladder()
+    assert rungs_of(record) == ["m0", "m1", "m2", "m3", "r16", "best"]
+    assert [r.name for r in timed(record)][:7] == [*rungs_of(record), "max-autotune"]
+    speed, phases, layers = bench_sections(record, 0)
+    assert speed.title == "The ladder"
+    assert "2.04× the speed of PyTorch's best (max-autotune)" in speed.lead
+    table = table_of(speed)
+    assert table["transformers"][-1].startswith("UnsupportedError: transformers cannot express")
+    assert table["compile+graph"][5] == "–"  # group 1's fastest PyTorch contender is itself
+    assert [row[6].text for row in speed.table.rows if row[0].text == "compile+graph"] == ["≈", "–"]
+    assert table_of(phases)["best"] == ["12.18", "24.35", "0.17"]
+    assert table_of(layers)["backward, article"][:5] == ["50.35", "39.23", "19.84", "19.91", "19.01"]
+
+
+def test_a_rung_that_is_slower_or_not_told_apart_is_said_so():
+    record = samples.ladder()
+    slower = [replace(c, step_ms=200.0) if c.name == "m2" else c for c in record.contenders]
+    slower = [replace(c, step_ms=200.5) if c.name == "m3" else c for c in slower]
+    section = next(bench_sections(replace(record, contenders=slower), 0))
+    assert "m3 and m2 differ by less than their spread." in section.notes
+    turned = [replace(c, step_ms=700.0) if c.name == "m1" else c for c in record.contenders]
+    section = next(bench_sections(replace(record, contenders=turned), 0))
+    assert "m1 is slower than m0 here (0.87×)." in section.notes
+
+
+def test_no_ratio_crosses_runs():
+    # the second article divides by a baseline of another session; here two runs are set beside each other, no more
+    section = beside_section([samples.ladder(), samples.smaller()])
+    assert section is not None
+    assert not [cell for row in section.table.rows for cell in row if "×" in cell.text]
+    assert beside_section([samples.ladder(), replace(samples.smaller(), card="another")]) is None
+    assert beside_section([samples.ladder()]) is None
+
+
+def test_a_spread_that_swallows_the_difference_is_no_headline():
+    record = samples.smaller()
+    noisy = [replace(c, step_ms=13.0, spread=0.2) if c.name == "best" else c for c in record.contenders]
+    assert "no faster or slower than the spread allows to say" in (headline(replace(record, contenders=noisy)) or "")
+    assert "×" not in (headline(replace(record, contenders=noisy)) or "")
+
+
+def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
+    records = samples.everything()
+    (sweep,) = sweeps(records)
+    assert [records[i].workload.context for i in sweep.members] == [128, 256, 512, 1024, 2048]
+    assert sweeps([*samples.sweep()[:1], *samples.sweep()[:1]]) == []
+    folded = [chapter.title for chapter in chapters(records) if chapter.folded]
+    assert len(folded) == 5
+
+
+def test_a_roofline_needs_rates_and_a_known_card():
+    record = samples.explained()
+    assert roofline_section(record, 0) is not None
+    assert roofline_section(replace(record, card="a card of 2031"), 0) is None
+    bare = [replace(op, tflops=None) for op in record.ops]
+    assert roofline_section(replace(record, ops=bare), 0) is None
+
+
+def test_curves_are_drawn_over_steps_and_seconds_and_rows_are_tables():
+    titles = [section.title for section in curve_sections(samples.study(), 0)]
+    assert titles == ["Loss: gpt2-c256", "Loss over time: gpt2-c256", "Standings"]
+    rows = [[cell.text for cell in row] for row in list(curve_sections(samples.study(), 0))[2].table.rows]
+    assert rows == [["gpt2-c256", "4.84 M", "1.61"]]
+    (strength,) = curve_sections(samples.race(), 0)
+    assert strength.title == "Strength: boxing"
+
+
+@pytest.mark.parametrize("curve", [{"x": [1, 2], "y": [1.0]}, {"y": ["a"]}, {"y": []}, {}])
+def test_a_curve_that_cannot_be_drawn_is_refused(curve):
+    with pytest.raises(ConfigError, match="cannot be drawn"):
+        list(curve_sections(replace(samples.race(), curves=[curve]), 0))
+
+
+def test_nothing_to_show_is_an_error():
+    with pytest.raises(ConfigError, match="nothing to report"):
+        chapters([])
+    with pytest.raises(ConfigError, match="nothing to report"):
+        chapters([replace(samples.study(), curves=None)])
+
+
+def test_circumstances_are_told():
+    said = circumstances(samples.ladder())
+    assert said["clock"] == "1710–1980 MHz"
+    assert said["throttled by"] == "power cap"
+    assert "torch 2.11.0+cu130" in said["versions"]
+    assert "clock" not in circumstances(replace(samples.ladder(), clocks=None))
