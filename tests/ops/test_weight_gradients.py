@@ -16,7 +16,8 @@ from ridgeline.ops.linear.wgrad import Gradient, share_out
 WGRAD = """#include "wgrad_sm90.cu"
 extern "C" const char* run(const FourMaps* dy, const FourMaps* x, const Share* shares, float* tiles, float* bias,
                            int grid, int random, int late) {
-  return emulation::launch(grid, 384, random, late, [=] { weight_gradients(*dy, *x, shares, tiles, bias); });
+  auto kernel = [=] { weight_gradients(*dy, *x, shares, tiles, bias); };
+  return emulation::launch(grid, 384, random, late, kernel, 1 + PAIRED);
 }
 """
 REDUCE = """#include "ridgeline/hopper.cuh"
@@ -40,9 +41,18 @@ def run_jobs(emulation: Any, jobs: list[Job]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
-def test_whole_kernels_match_float64(emulation: Any, late: bool) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "blocks", "paired"),
+    [
+        ([(136, 130, True), (64, 130, False), (33, 77, True)], 9, False),
+        ([(256, 130, True), (200, 40, False)], 9, True),
+    ],
+)
+def test_whole_kernels_match_float64(
+    emulation: Any, shapes: list[tuple[int, int, bool]], blocks: int, paired: bool, late: bool
+) -> None:
     torch.manual_seed(0)
-    N, shapes = 300, [(136, 130, True), (64, 130, False), (33, 77, True)]
+    N = 300
     normal = lambda width: torch.randn(N, -(-width // 8) * 8).bfloat16()[:, :width]  # noqa: E731
     gradients = [
         Gradient(normal(M), normal(K), torch.randn(M, K), torch.randn(M) if bias else None, True, True)
@@ -50,15 +60,15 @@ def test_whole_kernels_match_float64(emulation: Any, late: bool) -> None:
     ]
     before = [(g.dweight_MK.clone(), None if g.dbias_M is None else g.dbias_M.clone()) for g in gradients]
     tile_n = wgrad.tile_width([130])
-    plan = share_out(shapes, -(-N // 64), tile_n, blocks=9)
-    assert plan.parts == 2
+    plan = share_out(shapes, -(-N // 64), tile_n, blocks)
+    assert (plan.parts, plan.paired) == (2, paired)
     tiles, sums = torch.full((plan.tiles[-1],), float("nan")), torch.full((plan.sums[-1],), float("nan"))
     empty = torch.empty(1, 8, dtype=torch.bfloat16)
     maps = [
         emulation.maps(*((x, (64, 64)) for x in (*side, empty)))
         for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])
     ]
-    fault = emulation.compile(WGRAD, {"TILE_N": tile_n, "STAGES": 3}, wgrad.SOURCE.parent)(
+    fault = emulation.compile(WGRAD, {"TILE_N": tile_n, "STAGES": 3, "PAIRED": int(paired)}, wgrad.SOURCE.parent)(
         ctypes.byref(maps[0]), ctypes.byref(maps[1]), pointer(plan.shares), pointer(tiles), pointer(sums),
         len(plan.shares), 3, int(late),
     )  # fmt: skip
@@ -88,6 +98,10 @@ def test_a_block_at_width_256_fills_the_card() -> None:
     chunks = plan.shares[:, 4]
     assert int(chunks.sum()) == 24 * 128
     assert int(chunks.max()) <= 26
+    assert plan.paired
+    first, second = plan.shares[::2], plan.shares[1::2]
+    assert torch.equal(first[:, 1] + 128, second[:, 1])
+    assert torch.equal(first[:, [0, 2, 3, 4]], second[:, [0, 2, 3, 4]])
 
 
 def test_bad_jobs_are_refused() -> None:
@@ -100,8 +114,9 @@ def test_bad_jobs_are_refused() -> None:
 @pytest.mark.usefixtures("needs_nvrtc")
 def test_compiles_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
-    for tile_n in (64, 128, 256):
-        cubin = cuda.build(wgrad.SOURCE, {"TILE_N": tile_n, "STAGES": wgrad.stages(tile_n), "RL_FP16": 0})
+    for tile_n, paired in ((64, 0), (128, 0), (128, 1), (256, 0), (256, 1)):
+        macros = {"TILE_N": tile_n, "STAGES": wgrad.stages(tile_n), "PAIRED": paired, "RL_FP16": 0}
+        cubin = cuda.build(wgrad.SOURCE, macros)
         assert cubin.resources()["weight_gradients"].spill_loads == 0
         assert "C75" not in cubin.log
     for arch in ("sm_80", "sm_90a", "sm_120"):

@@ -51,11 +51,13 @@ class Plan(NamedTuple):
 
     Attributes:
         shares: int32 [blocks, 9], a block's work each.
+        paired: two blocks after one another take tiles one below the other and share what they read.
         parts: shares that each dW is the sum of.
         tiles, sums: offsets of each layer's [parts, M, K] and [parts, M] partial sums, and the total, in elements.
     """
 
     shares: Tensor
+    paired: bool
     parts: int
     tiles: list[int]
     sums: list[int]
@@ -75,19 +77,26 @@ def stages(tile_n: int) -> int:
 def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) -> Plan:
     """Divide tiles and chunks of rows among blocks, each of which takes one tile over one share of the chunks.
 
+    Blocks work in pairs where that does not leave many without work.
+
     Args:
         shapes: of each layer.
         chunks: 64-row chunks.
         tile_n: columns of a tile.
         blocks: the card's multiprocessors.
     """
-    places = [
-        (layer, row, column)
-        for layer, (M, K, _) in enumerate(shapes)
-        for row in range(0, M, TILE_M)
-        for column in range(0, K, tile_n)
-    ]
-    parts = max(1, min(blocks // len(places), chunks))
+    alone, pairs = (
+        [
+            (layer, row, column)
+            for layer, (M, K, _) in enumerate(shapes)
+            for column in range(0, K, tile_n)
+            for row in range(0, M, step)
+        ]
+        for step in (TILE_M, 2 * TILE_M)
+    )
+    paired = tile_n >= 2 * CHUNK and 2 * len(pairs) <= len(alone) * 7 / 6
+    places, together = (pairs, 2) if paired else (alone, 1)
+    parts = max(1, min(blocks // (together * len(places)), chunks))
     tiles, sums = [0], [0]
     for M, K, bias in shapes:
         tiles.append(tiles[-1] + parts * M * K)
@@ -98,8 +107,10 @@ def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) ->
         for part in range(parts):
             first, last = part * chunks // parts, (part + 1) * chunks // parts
             sum_at = sums[layer] + part * M if bias and column == 0 else -1
-            shares.append((layer, row, column, first, last - first, tiles[layer] + part * M * K, sum_at, M, K))
-    return Plan(torch.tensor(shares, dtype=torch.int32), parts, tiles, sums)
+            for tile in range(together):
+                place = (layer, row + tile * TILE_M, column)
+                shares.append((*place, first, last - first, tiles[layer] + part * M * K, sum_at, M, K))
+    return Plan(torch.tensor(shares, dtype=torch.int32), paired, parts, tiles, sums)
 
 
 @functools.lru_cache(maxsize=128)
@@ -144,7 +155,9 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
         b"".join(cuda.tensor_map(t, (CHUNK, 64)) for t in side) + empty * (MAX_PROBLEMS - len(gradients))
         for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])
     ]
-    macros = {"TILE_N": tile_n, "STAGES": stages(tile_n), "RL_FP16": int(dtype == torch.float16)}
+    macros = {
+        "TILE_N": tile_n, "STAGES": stages(tile_n), "PAIRED": int(plan.paired), "RL_FP16": int(dtype == torch.float16),
+    }  # fmt: skip
     kernel = cuda.load(SOURCE, macros).kernel("weight_gradients", "M4M4PPP", patient=True)
     smem = stages(tile_n) * (TILE_M + tile_n) * 2 * CHUNK + 2048
     kernel.launch((len(plan.shares),), THREADS, smem, (*maps, plan.shares, tiles, sums))

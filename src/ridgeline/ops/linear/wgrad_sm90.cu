@@ -5,7 +5,10 @@
 // the shares in a fixed order. Two consumer warpgroups hold 64 × TILE_N each; both operands are read transposed.
 // The bias gradient rides along as a product with a column of ones, in the blocks of the first column tile.
 //
-// Macros: TILE_N 64, 128 or 256; STAGES.
+// At these sizes what limits is L2: a tile of 128 × 256 takes 48 bytes a cycle of it. PAIRED, two blocks of a cluster take
+// two tiles one below the other over the same rows, and each fetches half of X's columns for both.
+//
+// Macros: TILE_N 64, 128 or 256; STAGES; PAIRED 0 or 1.
 #include "smem.cuh"
 
 using namespace rl;
@@ -13,6 +16,13 @@ using namespace rl;
 constexpr int CHUNK = 64, ROW_BYTES = 128, SUBTILE = CHUNK * ROW_BYTES;  // 64 rows × 64 columns of an operand
 constexpr int A_BYTES = 2 * SUBTILE, B_BYTES = TILE_N / 64 * SUBTILE, SLOT_BYTES = A_BYTES + B_BYTES;
 constexpr int ONES = STAGES * SLOT_BYTES, BARRIERS = ONES + 1024;
+constexpr int B_COPIES = TILE_N / 64 / (1 + PAIRED);  // of 64 columns, that a block fetches
+static_assert(B_COPIES > 0, "a pair divides at least 128 columns");
+#if PAIRED
+#define CLUSTER_DIMENSIONS __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTER_DIMENSIONS
+#endif
 
 struct FourMaps {
   TensorMap map[4];
@@ -37,11 +47,22 @@ RL_D void produce(const FourMaps& dy, const FourMaps& x, const Share& share, u32
     barrier_expect(barrier, SLOT_BYTES);
 #pragma unroll
     for (int i = 0; i < 2; ++i) copy_2d(target + i * SUBTILE, a, share.row + 64 * i, chunk * CHUNK, barrier);
+    const int half = PAIRED ? static_cast<int>(cluster_rank()) * B_COPIES : 0;
 #pragma unroll
-    for (int i = 0; i < TILE_N / 64; ++i)
-      copy_2d(target + A_BYTES + i * SUBTILE, b, share.column + 64 * i, chunk * CHUNK, barrier);
+    for (int i = 0; i < B_COPIES; ++i) {
+      const u32 place = target + A_BYTES + (half + i) * SUBTILE;
+      const int column = share.column + 64 * (half + i);
+      if (PAIRED) copy_2d_both(place, b, column, chunk * CHUNK, barrier);
+      else copy_2d(place, b, column, chunk * CHUNK, barrier);
+    }
     if (++slot == STAGES) slot = 0, phase ^= 1;
   }
+}
+
+// A warp has read a slot; where the other block of the pair writes into it too, that one is told as well.
+RL_D void release(u32 empty, u32 peer_empty, int slot) {
+  barrier_arrive(empty + 8 * slot);
+  if (PAIRED) remote_free(peer_empty + 8 * slot);
 }
 
 template <bool BIAS>
@@ -49,6 +70,7 @@ RL_D void multiply(float (&acc)[TILE_N / 2], float (&sum)[4], const Share& share
                    int lane) {
   int slot = 0, last = 0;
   u32 phase = 0;
+  const u32 peer_empty = PAIRED ? remote_address(empty, cluster_rank() ^ 1) : 0;
   for (int chunk = 0; chunk < share.count; ++chunk) {
     barrier_wait(full + 8 * slot, phase);
     const u32 a = smem + slot * SLOT_BYTES + group * SUBTILE, b = smem + slot * SLOT_BYTES + A_BYTES;
@@ -62,7 +84,7 @@ RL_D void multiply(float (&acc)[TILE_N / 2], float (&sum)[4], const Share& share
     wgmma_commit();
     if (chunk > 0) {
       wgmma_wait<1>();
-      if (lane == 0) barrier_arrive(empty + 8 * last);
+      if (lane == 0) release(empty, peer_empty, last);
     }
     last = slot;
     if (++slot == STAGES) slot = 0, phase ^= 1;
@@ -73,15 +95,16 @@ RL_D void multiply(float (&acc)[TILE_N / 2], float (&sum)[4], const Share& share
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    weight_gradients(const __grid_constant__ FourMaps dy, const __grid_constant__ FourMaps x, const Share* shares,
-                     float* tiles, float* bias) {
+    CLUSTER_DIMENSIONS
+        weight_gradients(const __grid_constant__ FourMaps dy, const __grid_constant__ FourMaps x, const Share* shares,
+                         float* tiles, float* bias) {
   const u32 smem = dynamic_smem();
   const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, 8);
+      barrier_init(empty + 8 * i, PAIRED ? 16 : 8);
     }
     barrier_init_fence();
   }
@@ -92,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     fence_async();
   }
   __syncthreads();
+  if (PAIRED) cluster_sync();
   wait_for_previous();
   let_next_start();
   const Share share = shares[blockIdx.x];
@@ -122,4 +146,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       if (share.sums >= 0 && lane % 4 == 0) bias[share.sums + row] = sum[2 * h];
     }
   }
+  __syncwarp();
+  if (PAIRED) cluster_sync();  // no block leaves while the other may still write to it
 }
