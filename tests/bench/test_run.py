@@ -19,7 +19,7 @@ from ridgeline.hardware import card
 from ridgeline.records import read_record, write_record
 
 CPU = torch.device("cpu")
-CASE = workload("gpt2-c256").reduced()
+CASE = workload("gpt2-c256", precision="fp32").reduced()
 
 
 class Fake:

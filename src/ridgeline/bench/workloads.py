@@ -51,7 +51,7 @@ class Workload:
 
     def reduced(self) -> Workload:
         """The same model at a size that a CPU runs in seconds."""
-        return replace(self, batch=min(self.batch, CPU_BATCH), context=min(self.context, CPU_CONTEXT), precision="fp32")
+        return replace(self, batch=min(self.batch, CPU_BATCH), context=min(self.context, CPU_CONTEXT))
 
 
 BATCHES = {"gpt2-124m": 64}  # where a preset's own batch is more than a card takes in one part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +18,8 @@ from ridgeline.bench.usual import record_file, usual_contenders
 from ridgeline.bench.view import table
 from ridgeline.bench.workloads import Workload, vary, workload
 from ridgeline.cli.output import Flag, parse
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, nearest
+from ridgeline.hardware import PRECISIONS
 from ridgeline.records import Record, read_record, to_json, write_record
 from ridgeline.train.config import AUTO
 from ridgeline.train.engines import find_device, find_precision
@@ -78,11 +79,17 @@ def _numbers(text: str) -> list[int]:
 
 
 def _cases(options: Options, device: torch.device) -> list[Workload]:
-    """What is measured, in order; on the CPU at a size that it can bear."""
+    """What is measured, in order; on the CPU at a size that it can bear, as far as none is asked for."""
+    if options.precision not in (AUTO, *PRECISIONS):
+        raise ConfigError(nearest(options.precision, PRECISIONS, "precision"))
     precision = find_precision(options.precision, device)
     case = workload(options.workload, batch=options.batch, context=options.context, precision=precision)
-    cases = vary(case, options.vary) if options.vary else [case]
-    return [case.reduced() for case in cases] if device.type == "cpu" else cases
+    if device.type == "cpu":
+        small = case.reduced()
+        case = replace(
+            case, batch=options.batch or small.batch, context=small.context if options.context is None else case.context
+        )
+    return vary(case, options.vary) if options.vary else [case]
 
 
 def _plan(options: Options, device: torch.device) -> Plan:
@@ -104,7 +111,7 @@ def run(arguments: Sequence[str]) -> int:
     device, counts = find_device(options.device), _numbers(options.gpus)
     if device.type == "cpu" and counts != [1]:
         raise ConfigError("--gpus counts CUDA cards, and the device is the CPU; leave it out")
-    cases, plan = list(dict.fromkeys(_cases(options, device))), _plan(options, device)
+    cases, plan = _cases(options, device), _plan(options, device)
     names = options.contenders.split(",") if options.contenders else usual_contenders(cases[0], device)
     for gpus in counts:
         check_run(names, device, gpus)
