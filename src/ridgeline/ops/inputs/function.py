@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ridgeline.ops.embedding.triton import table_gradient_raw
 from ridgeline.ops.inputs.reference import InputColumns
-from ridgeline.ops.inputs.triton import CATEGORY, NUMBER, ONE_HOT, PADDING, input_vector_raw
+from ridgeline.ops.inputs.triton import CATEGORY, NUMBER, ONE, ONE_HOT, PADDING, input_vector_raw
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import sink_of
 
@@ -32,6 +32,7 @@ def column_table(columns: InputColumns, shapes: Shapes, device: torch.device) ->
         entries += [(CATEGORY, place, starts[table] + d, width, rows) for d in range(width)]
     entries += [(NUMBER, place, 0, 0, 0) for place in range(columns.numbers)]
     entries += [(ONE_HOT, place, value, 0, 0) for place, classes in columns.one_hots for value in range(classes)]
+    entries.append((ONE, 0, 0, 0, 0))
     entries += [(PADDING, 0, 0, 0, 0)] * (padded(len(entries)) - len(entries))
     return torch.tensor(entries, dtype=torch.int32).to(device)
 
@@ -51,7 +52,7 @@ def _groups(columns: InputColumns, shapes: Shapes) -> list[tuple[int, int, int, 
 
 
 class InputLayer(torch.autograd.Function):
-    """vector · weightᵀ + bias."""
+    """vector · weightᵀ + bias, the bias as the weight of a 1 that stands behind the vector."""
 
     @staticmethod
     def forward(
@@ -71,11 +72,12 @@ class InputLayer(torch.autograd.Function):
         elements = torch.cat([table.reshape(-1) for table in tables]) if tables else weight_CW.new_empty(0)
         input_vector_raw(categories_NK, numbers_NM, previous_NH, elements, place, vector_NW)
         wide_CW = weight_CW.new_zeros(weight_CW.shape[0], place.shape[0])
-        wide_CW[:, : weight_CW.shape[1]] = weight_CW
+        width = weight_CW.shape[1]
+        wide_CW[:, :width], wide_CW[:, width] = weight_CW, bias_C
         ctx.columns, ctx.shapes, ctx.categories_NK = columns, shapes, categories_NK
-        ctx.vector_NW, ctx.wide_CW, ctx.width = vector_NW, wide_CW, weight_CW.shape[1]
+        ctx.vector_NW, ctx.wide_CW, ctx.width = vector_NW, wide_CW, width
         ctx.sinks = [sink_of(weight) for weight in (weight_CW, bias_C, *tables)]
-        return torch.addmm(bias_C, vector_NW, wide_CW.t())
+        return torch.mm(vector_NW, wide_CW.t())
 
     @staticmethod
     def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -83,7 +85,7 @@ class InputLayer(torch.autograd.Function):
         gradients: list[Tensor] = []
         fp32_CW = dout_NC.new_empty(ctx.wide_CW.shape, dtype=torch.float32)
         weight_gradient_raw(dout_NC, ctx.vector_NW, fp32_CW, accumulate=False)
-        gradients += [fp32_CW[:, : ctx.width], dout_NC.sum(0, dtype=torch.float32)]
+        gradients += [fp32_CW[:, : ctx.width], fp32_CW[:, ctx.width]]
         embedded = padded(sum(ctx.shapes[table][1] for table in ctx.columns.tables))
         dvector_NE = dout_NC @ ctx.wide_CW[:, :embedded] if embedded else None
         by_table: dict[int, Tensor] = {}

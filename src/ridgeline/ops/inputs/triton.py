@@ -1,6 +1,7 @@
 """The input vector in one launch: a table of what stands in each column drives the gather.
 
-Rows are padded to a multiple of 8 numbers with zeros, so that the product that follows takes its fast path.
+After the vector stands a 1, which the product that follows multiplies with the bias and whose weight's gradient is the
+bias's. Rows are padded to a multiple of 8 numbers with zeros, so that the product takes its fast path.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two
 
-CATEGORY, NUMBER, ONE_HOT, PADDING = range(4)
-_CATEGORY, _NUMBER, _ONE_HOT = tl.constexpr(CATEGORY), tl.constexpr(NUMBER), tl.constexpr(ONE_HOT)
+CATEGORY, NUMBER, ONE_HOT, PADDING, ONE = range(5)
+_CATEGORY, _NUMBER, _ONE_HOT, _ONE = (tl.constexpr(kind) for kind in (CATEGORY, NUMBER, ONE_HOT, ONE))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -22,7 +23,7 @@ def input_vector_kernel(
     categories_ptr, numbers_ptr, previous_ptr, tables_ptr, columns_ptr, out_ptr, N,
     K: tl.constexpr, M: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """columns[w] = (kind, place, start, width): a table's element, a number, or whether the class is `start`.
+    """columns[w] = (kind, place, start, width): a table's element, a number, whether the class is `start`, or 1.
 
     An index out of its table's rows (columns[w, 4]) gives NaN.
     """
@@ -32,7 +33,7 @@ def input_vector_kernel(
     kind_W = tl.load(columns_ptr + column_W * 5, mask=inside_W, other=3)
     place_W = tl.load(columns_ptr + column_W * 5 + 1, mask=inside_W, other=0)
     start_W = tl.load(columns_ptr + column_W * 5 + 2, mask=inside_W, other=0)
-    x_RW = tl.zeros((ROWS, BLOCK_W), dtype=tl.float32)
+    x_RW = tl.zeros((ROWS, BLOCK_W), dtype=tl.float32) + (kind_W == _ONE).to(tl.float32)[None, :]
     if categories_ptr is not None:
         width_W = tl.load(columns_ptr + column_W * 5 + 3, mask=inside_W, other=0)
         rows_W = tl.load(columns_ptr + column_W * 5 + 4, mask=inside_W, other=0)
