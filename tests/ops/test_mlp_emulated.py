@@ -49,11 +49,11 @@ class Map(ctypes.Structure):
     )
 
 
-def rows_map(x: Tensor, rows: int) -> Map:
+def rows_map(x: Tensor, rows: int, columns: int = 64) -> Map:
     rank = [1, 1]
     return Map(
         x.data_ptr(), (ctypes.c_uint64 * 4)(*x.stride()[::-1], 0, 0), (ctypes.c_uint32 * 4)(*x.shape[::-1], *rank),
-        (ctypes.c_uint32 * 4)(64, rows, *rank), 128, 1, 1,
+        (ctypes.c_uint32 * 4)(columns, rows, *rank), 2 * columns, 1, 1,
     )  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def check_mlp(case: Case, build: Build) -> None:
     (du,) = torch.autograd.grad(a, wide, dz.double() @ down.double())
     got_a, got_du = unwritten(N, F), unwritten(N, F)
     sums = unwritten(kernels.inner_partial_rows(N, config), F, dtype=torch.float32) if case.bias else None
-    build.maps = [rows_map(dz, 64), rows_map(up, 64), rows_map(down, 64), rows_map(got_a, 16), rows_map(got_du, 16)]
+    build.maps = [*(rows_map(x, 64) for x in (dz, up, down)), rows_map(got_a, 16, 32), rows_map(got_du, 16, 32)]
     build.lead = [kept, sums]
     check_gradient(case, build, du @ up.double())
     close("a", got_a, a.detach())

@@ -8,7 +8,8 @@
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of dz: [K block][64][64]
-constexpr int PANEL_BYTES = 16 * 128, STAGING_BYTES = 4 * 2 * PANEL_BYTES;  // a warp's 16 × 64; two a warp: a and du
+constexpr int PANEL_BYTES = 16 * 64;                        // a warp's 16 rows × 32 columns
+constexpr int STAGING_BYTES = 4 * 2 * 2 * PANEL_BYTES;      // two panels a warp, for a and du, in turns
 constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 128 * 4 : 0;                    // a warpgroup's: [pair of warps][column]
 constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
 constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, VECTOR = DU_SUMS + 2 * DU_SUMS_BYTES;
@@ -47,16 +48,17 @@ RL_D uint4 load_kept(const uint4* source, int step, bool inside) {
   return inside ? load_stream(source + 128 * step) : uint4{0, 0, 0, 0};
 }
 
-// du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's two panels at `staging`. `kept` holds
-// the first four steps of what lies at `source`; each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
+// du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's panels at `staging`, 32 columns at a
+// time. `kept` holds the first four steps of what lies at `source`; each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
 RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
                         bool inside, const Inner& p, int column, int row, u32 staging, const Place& me) {
   const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
   float sum[8];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    if (step % 4 == 0) {  // both panels have left
-      if (me.lane == 0) store_wait_read<0>();
+    const u32 panels = staging + step / 2 % 2 * 2 * PANEL_BYTES;
+    if (step % 2 == 0) {  // what these panels held has left
+      if (me.lane == 0) store_wait_read<1>();
       sync_warp();
     }
     const u32 u[4] = {kept[step % 4].x, kept[step % 4].y, kept[step % 4].z, kept[step % 4].w};
@@ -71,7 +73,7 @@ RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[
       pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
       a[k] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
     }
-    const u32 place = staging + swizzle128(panel_row, 2 * (step % 4) + matrix / 2);
+    const u32 place = panels + swizzle64(panel_row, 2 * (step % 2) + matrix / 2);
     store_matrices(place, a[0], a[1], a[2], a[3]);
     store_matrices(place + PANEL_BYTES, pairs[step][0], pairs[step][1], pairs[step][2], pairs[step][3]);
 #pragma unroll
@@ -80,12 +82,12 @@ RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[
       sum[4 * (step % 2) + 2 + e] = d[4 + e] + d[6 + e];
     }
     if (UP_BIAS && step % 2) sums[step / 2] = column_sum(sum, me.lane);
-    if (step % 4 == 3) {
+    if (step % 2) {
       fence_async();
       sync_warp();
       if (me.lane == 0) {
-        store_2d(p.a, staging, column + 64 * (step / 4), row);
-        store_2d(p.du, staging + PANEL_BYTES, column + 64 * (step / 4), row);
+        store_2d(p.a, panels, column + 32 * (step / 2), row);
+        store_2d(p.du, panels + PANEL_BYTES, column + 32 * (step / 2), row);
         store_commit();
       }
     }
@@ -161,18 +163,18 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
     for (int chunk = first; chunk < last; ++chunk) {
       float da[64], sums[4];
       uint4 kept[4];
+      const uint4* source = p.kept + kept_index(row / 64, p.chunks, chunk, 0, me.thread());
+#pragma unroll
+      for (int step = 0; step < 4; ++step) kept[step] = load_kept(source, step, row < join.rows);
       begin_turn(me);
       if (chunk > first) multiply_up(dh, du, ring, me);
       multiply_down(da, rows, ring, me);
       end_turn(me);
-      const uint4* source = p.kept + kept_index(row / 64, p.chunks, chunk, 0, me.thread());
-#pragma unroll
-      for (int step = 0; step < 4; ++step) kept[step] = load_kept(source, step, row < join.rows);
       wgmma_wait<0>();
       wgmma_touch(da);
       release(ring, 1, me);
       differentiate(du, sums, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp,
-                    staging + me.warp * 2 * PANEL_BYTES, me);
+                    staging + me.warp * 4 * PANEL_BYTES, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);

@@ -222,6 +222,10 @@ def _rows_map(x_NK: Tensor, rows: int = 64) -> bytes:
     return cuda.tensor_map(x_NK, (rows, 64))
 
 
+def _panel_map(x_NF: Tensor) -> bytes:
+    return cuda.tensor_map(x_NF, (16, 32), swizzle=64)
+
+
 def _owned_map(weight_CK: Tensor) -> bytes:
     """Rows in the order in which a lane owns eight neighbouring columns of the result: tile.cuh, fetch_owned_rows."""
     C, K = weight_CK.shape
@@ -306,11 +310,10 @@ def mlp_backward_raw(
         "GELU_TANH": int(gelu == "tanh"),
         "UP_BIAS": int(du_sums_PF is not None),
     }
-    panel = (16, 64)
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), cuda.tensor_map(a_NF, panel),
-        cuda.tensor_map(du_NF, panel), kept, du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(a_NF), _panel_map(du_NF), kept,
+        du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
     _launch("mlp_backward", macros, N, config, size, arguments)

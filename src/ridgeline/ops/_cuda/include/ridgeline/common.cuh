@@ -20,6 +20,8 @@ RL_HD constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a tile with rows of 128 bytes under the 128-byte swizzle.
 RL_HD constexpr u32 swizzle128(u32 row, u32 chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
+// The same with rows of 64 bytes under the 64-byte swizzle.
+RL_HD constexpr u32 swizzle64(u32 row, u32 chunk) { return row * 64 + ((chunk ^ (row >> 1 & 3)) << 4); }
 
 // Operand tiles of wgmma under the 128-byte swizzle. A tile starts at a multiple of 1024 bytes.
 //   K-major  (TRANSPOSED = 0): rows of 64 elements of K; the next 16 of K are 32 bytes further; operand_k_major.
