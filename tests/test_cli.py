@@ -7,11 +7,11 @@ import pytest
 
 from command_line import SHORT, TINY, last_json, refused, run, train_tiny
 from ridgeline.cli import VERBS
-from ridgeline.cli.flags import changes, merge, mirror
+from ridgeline.cli.flags import changes, mirror
 from ridgeline.cli.threads import usable_cores
 from ridgeline.games.boxing import archive
 from ridgeline.presets import PRESETS, preset
-from ridgeline.train.settings import read_toml
+from ridgeline.train.settings import merge, read_toml
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import tyro
@@ -52,12 +52,3 @@ def changes(before: Any, after: Any) -> dict[str, Any]:
         elif old != new:
             found[field.name] = list(new) if isinstance(new, tuple) else new
     return found
-
-
-def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dicts joined; where both name a value the second's holds."""
-    joined = dict(first)
-    for key, value in second.items():
-        nested = isinstance(value, Mapping) and isinstance(joined.get(key), Mapping)
-        joined[key] = merge(joined[key], value) if nested else value
-    return joined

@@ -11,6 +11,7 @@ from ridgeline.errors import ConfigError, nearest
 STUDIES = {  # name → module with run(arguments), what it answers
     "race": ("ridgeline.cli.study_race", "which contender plays well soonest: strength over training time"),
     "compare": ("ridgeline.cli.study_compare", "which model learns more: one recipe, tuned alike, several seeds"),
+    "search": ("ridgeline.cli.study_search", "which sizes and settings reach a target soonest on this machine"),
 }
 
 USAGE = f"""\
@@ -18,7 +19,7 @@ usage: ridgeline study STUDY [...]
 
 {chr(10).join(f"  {name:<9}{about}" for name, (_, about) in STUDIES.items())}
 
-`ridgeline study STUDY --help` explains one.
+`ridgeline study STUDY --help` explains one; --json prints its result as one JSON object.
 """
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
-from ridgeline.bench.nvml import monitor
-from ridgeline.bench.run import git_revision, versions
-from ridgeline.records import ContenderResult, Record, WorkloadInfo
+from ridgeline.records import ContenderResult, Record
+from ridgeline.study.circumstances import circumstances
 from ridgeline.study.compare import Comparison, Difference, Standing
 from ridgeline.study.runs import Point, Run
 from ridgeline.train.config import TrainConfig
@@ -19,18 +15,9 @@ from ridgeline.train.config import TrainConfig
 
 def comparison_record(result: Comparison, config: TrainConfig) -> Record:
     """The record; `config` is the first contender's with device, precision and engine decided."""
-    device = torch.device(config.device)
-    cuda = device.type == "cuda"
     return Record(
         kind="study",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        git=git_revision(),
-        card=torch.cuda.get_device_name(device) if cuda else "CPU",
-        gpus=1 if cuda else 0,
-        versions=versions(monitor(device)),
-        workload=WorkloadInfo(
-            name=config.data, batch=config.batch, context=config.window.context, precision=config.precision
-        ),
+        **circumstances(config),
         contenders=[_speed(standing) for standing in result.standings],
         curves=[
             *(curve(standing) for standing in result.standings),

@@ -17,7 +17,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.models import DecoderConfig
 from ridgeline.presets import preset
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.settings import override, read_toml
+from ridgeline.train.settings import merge, override, read_toml
 
 DECODER = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 
@@ -30,15 +30,16 @@ def find_contender(name: str) -> TrainConfig:
     """
     base, *changes = name.split("+")
     if base.endswith(".toml"):
-        values = read_toml(base)
-        if "preset" not in values:
+        written = read_toml(base)
+        if "preset" not in written:
             raise ConfigError(f'{base} names no preset to build on; add a line such as preset = "gpt2-c256"')
-        config = override(preset(values.pop("preset")), values)
+        config = override(preset(written.pop("preset")), written)
     else:
         config = preset(base)
-    for change in changes:
-        config = override(config, _nested(change, name))
-    return config
+    values: dict[str, Any] = {}
+    for change in changes:  # all at once: a shorter context and its shorter window go together
+        values = merge(values, _nested(change, name))
+    return override(config, values)
 
 
 def single_changes(first: str, second: str) -> list[str]:

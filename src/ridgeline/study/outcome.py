@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
-from ridgeline.bench.nvml import monitor
-from ridgeline.bench.run import git_revision, versions
 from ridgeline.play import Evaluation
-from ridgeline.records import ContenderResult, Record, WorkloadInfo
+from ridgeline.records import ContenderResult, Record
+from ridgeline.study.circumstances import circumstances
 from ridgeline.study.clocked import Point
 from ridgeline.study.race import Outcome, Race
 
@@ -91,8 +87,6 @@ def crossings(table: Mapping[str, Sequence[Standing]]) -> list[dict[str, Any]]:
 def make_record(race: Race, table: Mapping[str, Sequence[Standing]]) -> Record:
     """The race as a record: a contender's speed, and curves of its strength."""
     config = race.contenders[0].config
-    device = torch.device(config.device)
-    cuda = device.type == "cuda"
     curves: list[dict[str, Any]] = []
     for name, path in table.items():
         curves += [_curve(name, path, figure) for figure in ("wins", "ko")]
@@ -101,14 +95,7 @@ def make_record(race: Race, table: Mapping[str, Sequence[Standing]]) -> Record:
     curves.append({"figure": "setting", "name": "setting", **race.to_json(), "games_while": "training had ended"})
     return Record(
         kind="race",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        git=git_revision(),
-        card=torch.cuda.get_device_name(device) if cuda else "CPU",
-        gpus=1 if cuda else 0,
-        versions=versions(monitor(device)),
-        workload=WorkloadInfo(
-            name=config.data, batch=config.batch, context=config.window.context, precision=config.precision
-        ),
+        **circumstances(config),
         contenders=[_speed(name, path) for name, path in table.items()],
         curves=curves,
     )

@@ -45,6 +45,15 @@ def override(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return _override(config, values, "")
 
 
+def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts joined; where both name a value the second's holds."""
+    joined = dict(first)
+    for key, value in second.items():
+        nested = isinstance(value, Mapping) and isinstance(joined.get(key), Mapping)
+        joined[key] = merge(joined[key], value) if nested else value
+    return joined
+
+
 def read_toml(file: str | Path) -> dict[str, Any]:
     """The settings in a TOML file.
 

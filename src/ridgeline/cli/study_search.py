@@ -1,0 +1,194 @@
+"""`ridgeline study search`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import arg
+
+from ridgeline.cli.data import replay_shipped
+from ridgeline.cli.output import Flag, parse
+from ridgeline.data.api import load_dataset
+from ridgeline.data.games import GameData
+from ridgeline.errors import ConfigError
+from ridgeline.records import write_record
+from ridgeline.study.contenders import find_contender
+from ridgeline.study.search import Search, chosen_config, search
+from ridgeline.study.search_record import search_record
+from ridgeline.study.space import SETTINGS, default_space, narrowed
+from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.train.resolve import resolve
+from ridgeline.train.settings import override, to_toml
+
+RECORD, CHOSEN = "record.json", "chosen.toml"
+SHARE = 8  # trials that fit the budget where no trial time is given
+INTERRUPTED = 130
+UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+SHOWN = 12
+ABOUT = """Search for the model that does the job soonest on this machine.
+
+Every trial trains for the same time by the clock, with its schedule over that time, and is validated on a grid. What
+could not take enough steps in that time even at its floor by the cost model, or does not fit the card, is never
+trained. The result is a table of trials, a front (which was best by when), and the chosen config as a file that
+`ridgeline train --config` takes. Needs the extra `search` (Optuna); its dashboard reads the storage. Called again with
+the same arguments it goes on; several machines may share a storage.
+
+What --space can set:
+{settings}
+
+With --json the last line is {{"folder", "record", "chosen", "best", "trials", "front"}}."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Search for the model that does the job soonest on this machine.
+
+    Attributes:
+        base: preset or TOML file that candidates vary, with changes behind it: boxing+dropout=0.2.
+        data: what they train on; without it the base's.
+        target: loss=1.6 or ko=0.9 to search for the shortest time to it; loss or ko for the best at a trial's end.
+            Knockouts are of 30 games with seeds that no evaluation uses.
+        budget: time of the whole search: 90s, 10m or 2h.
+        trial: training time of a trial; without it an eighth of the budget.
+        space: what to choose from, as NAME=VALUE,VALUE or lr=LOW:HIGH; without it around the base.
+        least_steps: a candidate that cannot take so many steps in a trial is never trained.
+        eval_windows: held-out windows a validation looks at; 0 for all.
+        storage: SQLAlchemy URL of a database that several machines share; without it a file in the folder.
+        seed: of the search; machines that share a storage take different ones.
+        device: where to train: cpu, cuda, cuda:N or auto.
+        engine: how a step is run; see `ridgeline train --help`.
+        precision: of training.
+        out: folder of the search.
+        json: print one JSON object as the last line.
+    """
+
+    base: str
+    data: str | None = None
+    target: str = "loss"
+    budget: str = "10m"
+    trial: str | None = None
+    space: Annotated[tuple[str, ...], arg(metavar="NAME=VALUES…")] = ()
+    least_steps: int = 100
+    eval_windows: int = 128
+    storage: str | None = None
+    seed: int = 0
+    device: str = "auto"
+    engine: str = "auto"
+    precision: str = "auto"
+    out: Path = Path("runs/search")
+    json: Flag = False
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Search and print."""
+    settings = "\n".join(f"- {name}: {about}" for name, about in SETTINGS.items())
+    options = parse(Options, arguments, "study search", ABOUT.format(settings=settings))
+    plan = _plan(options)
+    said = Console(stderr=True)
+    try:
+        trials = search(plan, options.out, lambda trial: said.print(_line(trial), highlight=False))
+    except KeyboardInterrupt:
+        said.print("stopped; the same command goes on from here")
+        return INTERRUPTED
+    best = best_of(trials, plan.goal)
+    if best is None:
+        reasons = {trial.reason for trial in trials if trial.reason}
+        raise ConfigError(f"no trial came to an end ({'; '.join(sorted(reasons)) or 'no time'}); raise --budget")
+    chosen = options.out / CHOSEN
+    chosen.write_text(to_toml(chosen_config(plan, best)), encoding="utf-8")
+    file = write_record(search_record(plan, trials, best), options.out / RECORD)
+    if options.json:
+        made: dict[str, Any] = {"folder": str(options.out), "record": str(file), "chosen": str(chosen)}
+        made |= {"best": dataclasses.asdict(best), "trials": [dataclasses.asdict(trial) for trial in trials]}
+        print(json.dumps({**made, "front": front(trials, plan.goal)}))
+    else:
+        _print(plan, trials, best, file, chosen)
+    return 0
+
+
+def _plan(options: Options) -> Search:
+    """The search that the options ask for; what cannot be is told before anything is trained."""
+    goal, budget = Goal.parse(options.target), _seconds(options.budget)
+    given = {name: getattr(options, name) for name in ("device", "engine", "precision", "eval_windows")}
+    if options.data is not None:
+        given["data"] = options.data
+    base = override(find_contender(options.base), given)
+    if base.data in ("boxing", "boxing-visible"):
+        replay_shipped(base.data)
+    data = load_dataset(base.data)
+    games = isinstance(data, GameData)
+    if goal.kind == "ko" and not games:
+        raise ConfigError(f"{base.data} is a text, and knockouts are of games; set --target loss=NUMBER")
+    base = resolve(base, data)
+    return Search(
+        base=base,
+        space=narrowed(default_space(base, games=games), options.space),
+        goal=goal,
+        budget_s=budget,
+        trial_s=budget / SHARE if options.trial is None else _seconds(options.trial),
+        storage=options.storage,
+        least_steps=options.least_steps,
+        seed=options.seed,
+    )
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text)
+    if not found:
+        raise ConfigError(f"{text!r} is no time; write 90s, 10m or 2h")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def _line(trial: Trial) -> str:
+    if trial.quality is None:
+        return f"trial {trial.number} {trial.state}: {trial.reason} ({_choice(trial)})"
+    reached = f", target held from second {trial.seconds:.1f}" if trial.seconds is not None else ""
+    return f"trial {trial.number} {trial.state}: {trial.quality:.4f}{reached} ({_choice(trial)})"
+
+
+def _choice(trial: Trial) -> str:
+    return ", ".join(f"{name} {_short(value)}" for name, value in trial.params.items())
+
+
+def _short(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: Path) -> None:
+    goal = plan.goal
+    table = Table(title=f"trials of {plan.trial_s:g} s of training, the best first", title_justify="left")
+    for heading in ("trial", "choice", goal.kind, "held from s", "tokens/s", "predicted"):
+        table.add_column(heading, justify="left" if heading == "choice" else "right")
+    sign = 1 if goal.kind == "loss" else -1
+    judged = [trial for trial in trials if trial.quality is not None]
+    judged.sort(key=lambda trial: (trial is not best, trial.seconds or float("inf"), sign * (trial.quality or 0.0)))
+    for trial in judged[:SHOWN]:
+        table.add_row(
+            str(trial.number),
+            _choice(trial),
+            f"{trial.quality:.4f}{'' if trial.state == 'complete' else ' …'}",
+            "" if trial.seconds is None else f"{trial.seconds:.1f}",
+            "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}",
+            "" if trial.predicted_tokens_per_s is None else f"{trial.predicted_tokens_per_s:,.0f}",
+        )
+    console = Console()
+    console.print(table)
+    states = [trial.state for trial in trials]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    console.print(f"{len(trials)} trials: {counts} (… was left early)", highlight=False)
+    if goal.value is not None and best.seconds is None:
+        console.print(f"the target {goal.kind}={goal.value:g} was not held; the best came to {best.quality:.4f}")
+    leader = None
+    for seconds, quality, number in front(trials, goal):
+        if number != leader:
+            console.print(f"from second {seconds:.1f} trial {number} leads with {quality:.4f}", highlight=False)
+        leader = number
+    console.print(f"the chosen config is {chosen}: ridgeline train --config {chosen}; the record is in {file}")

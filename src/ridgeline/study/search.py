@@ -1,0 +1,299 @@
+"""A search for the model that does the job soonest on this machine: Optuna over sizes, context, batch and rate.
+
+Every trial trains by the clock for the same time, with its schedule over that time, and is validated on a grid of ten
+points. A candidate that could not take enough steps in that time even at its floor, or that does not fit the card, is
+never trained. Without a value the target is the lowest loss, or the highest knockout rate, at the end of a trial; with
+one it is the time until it is held over two points in a row, and a trial that misses counts as the whole time and the
+share by which it missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ridgeline.errors import ConfigError, RidgelineError, require
+from ridgeline.play import evaluate
+from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, train_on_clock
+from ridgeline.study.floors import Machine, this_machine
+from ridgeline.study.space import Range, Space, configure
+from ridgeline.study.trials import Goal, Trial, best_of, trials_of
+from ridgeline.train.config import TrainConfig
+from ridgeline.train.settings import to_dict
+
+if TYPE_CHECKING:
+    import optuna
+
+POINTS = 10
+LEAST_STEPS = 100
+GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demonstrations nor evaluations
+MISSED = 10.0  # a miss of the target counts at most as so many whole trials
+NAME = "search"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched.
+
+    Attributes:
+        base: the run that candidates vary, with device, precision and engine decided.
+        space: what they may choose.
+        goal: what they are judged by.
+        budget_s: wall-clock seconds of the whole search, over all its processes' own time.
+        trial_s: training seconds of a trial.
+        storage: an SQLAlchemy URL of the database; None for a file in the folder.
+        least_steps: a candidate that cannot take so many in a trial is never trained.
+        seed: of the sampler.
+    """
+
+    base: TrainConfig
+    space: Space
+    goal: Goal
+    budget_s: float
+    trial_s: float
+    storage: str | None = None
+    least_steps: int = LEAST_STEPS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.trial_s < math.inf and 0 < self.budget_s < math.inf):
+            raise ConfigError("budget and trial must be positive times, such as 10m and 60s")
+        if self.budget_s < self.trial_s:
+            raise ConfigError(
+                f"the budget of {self.budget_s:g} s is shorter than one trial of {self.trial_s:g} s; "
+                "raise --budget or lower --trial"
+            )
+
+    @property
+    def grid(self) -> tuple[float, ...]:
+        """Training seconds at which a trial is judged."""
+        return (0.0, *(self.trial_s * (n + 1) / POINTS for n in range(POINTS)))
+
+    def plan(self) -> dict[str, Any]:
+        """What must be alike for two processes to search together."""
+        base = {key: value for key, value in to_dict(self.base).items() if key not in ("out", "device")}
+        space = {name: list(values) for name, values in sorted(self.space.items())}
+        goal = [self.goal.kind, self.goal.value]
+        return json.loads(json.dumps({"base": base, "space": space, "goal": goal, "trial_s": self.trial_s}))  # type: ignore[no-any-return]
+
+
+class RefusedError(Exception):
+    """A candidate that is never trained, and why."""
+
+
+def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Trial]:
+    """Run trials until the budget is spent; a search that exists is gone on with.
+
+    Args:
+        plan: what is searched.
+        folder: where runs, and without a storage of its own the database, are kept.
+        told: called with every trial that this process ends.
+
+    Raises:
+        MissingExtraError: Optuna is not installed.
+        ConfigError: the storage holds another search.
+        RidgelineError: the storage cannot be used.
+    """
+    optuna = require("optuna", "search")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _storage_errors(plan, folder):
+        study = optuna.create_study(
+            study_name=NAME,
+            storage=plan.storage or f"sqlite:///{(folder / 'search.db').resolve()}",
+            sampler=optuna.samplers.TPESampler(seed=plan.seed, multivariate=True, n_startup_trials=6),
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3),
+            load_if_exists=True,
+        )
+        _check_plan(study, plan)
+        _requeue(study, folder)
+        machine = this_machine(plan.base)
+        spent = sum(float(t.user_attrs.get("wall_s", 0.0)) for t in study.get_trials(deepcopy=False))
+        refusals = 0
+        while spent + plan.trial_s <= plan.budget_s and refusals < 1000:
+            begun = time.monotonic()
+            trial = study.ask()
+            done = _Attempt(plan, folder, machine, trial).run(study)
+            spent += time.monotonic() - begun
+            refusals = refusals + 1 if done.state == "refused" else 0
+            told(done)
+        return trials_of(study)
+
+
+class _Attempt:
+    """One trial in this process."""
+
+    def __init__(self, plan: Search, folder: Path, machine: Machine, trial: optuna.Trial) -> None:
+        self.plan, self.machine, self.trial = plan, machine, trial
+        self.home = folder
+        self.path: list[tuple[float, float]] = []
+        self.reached: float | None = None
+        self._point: Point | None = None
+
+    def run(self, study: optuna.Study) -> Trial:
+        """Train and judge the candidate, and tell the study."""
+        import optuna
+
+        begun, state, value = time.monotonic(), optuna.trial.TrialState.FAIL, None
+        note = self.trial.set_user_attr
+        note("where", _where(self.home))
+        try:
+            config = self._choose()
+            pruned = self._train(config)
+            state = optuna.trial.TrialState.PRUNED if pruned else optuna.trial.TrialState.COMPLETE
+            value = None if pruned else self._value()
+        except RefusedError as refusal:
+            state = optuna.trial.TrialState.PRUNED
+            note("refused", str(refusal))
+        except RidgelineError as error:
+            note("failed", str(error))
+        except KeyboardInterrupt:
+            study.enqueue_trial(dict(self.trial.params))
+            note("failed", "stopped")
+            raise
+        finally:
+            note("wall_s", round(time.monotonic() - begun, 3))
+            self._keep()
+            study.tell(self.trial, value, state)
+        ended = trials_of(study)
+        _tidy(ended, self.plan.goal)
+        return next(trial for trial in ended if trial.number == self.trial.number)
+
+    def _choose(self) -> TrainConfig:
+        params: dict[str, Any] = {}
+        for name, values in self.plan.space.items():
+            if isinstance(values, Range):
+                params[name] = self.trial.suggest_float(name, values.low, values.high, log=True)
+            else:
+                params[name] = self.trial.suggest_categorical(name, values)
+        try:
+            config = configure(self.plan.base, params, self.plan.trial_s)
+            if not self.machine.holds(config):
+                raise RefusedError("does not fit the card's memory")
+            floor = self.machine.floor_s(config)
+        except ConfigError as error:
+            raise RefusedError(str(error)) from error
+        self.trial.set_user_attr("predicted", config.step_tokens / floor)
+        if floor * self.plan.least_steps > self.plan.trial_s:
+            steps = int(self.plan.trial_s / floor)
+            raise RefusedError(
+                f"takes at most {steps} steps in a trial even at its floor, fewer than {self.plan.least_steps}"
+            )
+        return config
+
+    def _train(self, config: TrainConfig) -> bool:
+        """Whether the trial was left early because others do better."""
+        # by its choices, so that a candidate that was cut off is gone on with and not begun again
+        place = self.home / "trials" / hashlib.sha256(json.dumps(to_dict(config)).encode()).hexdigest()[:16]
+        place.parent.mkdir(exist_ok=True)
+        self.trial.set_user_attr("folder", str(place))
+        if self.plan.goal.kind == "ko":
+            shutil.rmtree(place, ignore_errors=True)  # the games of a trial that was cut off are not kept
+        self.path = [(point.seconds, point.val_loss) for point in read_points(place) if point.steps]
+        task = Task(to_dict(config), str(place), self.plan.grid, torch.get_num_threads())
+        with contextlib.closing(train_on_clock(task)) as points:
+            for point in points:
+                if point is not None and point.steps and self._judge(point, place):
+                    return not self.reached
+        return False
+
+    def _judge(self, point: Point, place: Path) -> bool:
+        """Whether the trial ends at this point."""
+        goal, self._point = self.plan.goal, point
+        for older in place.glob("at-*"):  # only the newest is needed to go on
+            if older.name != checkpoint_name(point.at):
+                shutil.rmtree(older)
+        quality = point.val_loss if goal.kind == "loss" else _knockouts(place / checkpoint_name(point.at))
+        self.path.append((point.seconds, quality))
+        if goal.value is not None and [goal.short_of(q) <= 0 for _, q in self.path[-2:]] == [True, True]:
+            self.reached = self.path[-2][0]
+            return True
+        self.trial.report(quality if goal.kind == "loss" else -quality, len(self.path))
+        return bool(self.trial.should_prune())
+
+    def _value(self) -> float:
+        goal, quality = self.plan.goal, self.path[-1][1]
+        if goal.value is None:
+            return quality if goal.kind == "loss" else -quality
+        if self.reached is not None:
+            return self.reached
+        return self.plan.trial_s * (1 + min(MISSED, max(0.0, goal.short_of(quality))))
+
+    def _keep(self) -> None:
+        note = self.trial.set_user_attr
+        note("path", self.path)
+        note("reached", self.reached)
+        if self._point is not None and self._point.seconds:
+            note("measured", self._point.tokens / self._point.seconds)
+
+
+def _knockouts(checkpoint: Path) -> float:
+    result = evaluate(checkpoint, GAMES, first_seed=FIRST_SEED)
+    return float(result.summary()["ko"]) / GAMES
+
+
+def _tidy(trials: list[Trial], goal: Goal) -> None:
+    """Of the trials' folders only the best one's is kept; a search leaves too many."""
+    best = best_of(trials, goal)
+    for trial in trials:
+        if trial.folder is not None and trial is not best and (best is None or trial.folder != best.folder):
+            shutil.rmtree(trial.folder, ignore_errors=True)
+
+
+def _where(folder: Path) -> str:
+    return f"{socket.gethostname()}:{folder.resolve()}"
+
+
+def _requeue(study: optuna.Study, folder: Path) -> None:
+    """Trials that a process of this folder left under way were cut off with it: they are tried again first."""
+    import optuna
+
+    for frozen in study.get_trials(deepcopy=False):
+        if frozen.state == optuna.trial.TrialState.RUNNING and frozen.user_attrs.get("where") == _where(folder):
+            study.enqueue_trial(dict(frozen.params))
+            study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
+
+
+def _check_plan(study: optuna.Study, plan: Search) -> None:
+    kept = study.user_attrs.get("plan")
+    if kept is None:
+        study.set_user_attr("plan", plan.plan())
+        return
+    odd = sorted(key for key, value in plan.plan().items() if kept.get(key) != value)
+    if odd:
+        raise ConfigError(f"the storage holds another search ({', '.join(odd)} differ); give a new --out or --storage")
+
+
+@contextmanager
+def _storage_errors(plan: Search, folder: Path) -> Iterator[None]:
+    """Turns what the database says into one sentence."""
+    import optuna
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, ValueError, ImportError) as error:
+        if isinstance(error, RidgelineError):
+            raise
+        where = plan.storage or folder / "search.db"
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise RidgelineError(f"the storage {where} cannot be used ({reason}); free it, or give another") from error
+
+
+def chosen_config(plan: Search, trial: Trial) -> TrainConfig:
+    """The config of a trial, as `train` takes it."""
+    config = configure(plan.base, trial.params, plan.trial_s)
+    return dataclasses.replace(config, device="auto", precision="auto", engine="auto", out="auto")

@@ -1,0 +1,229 @@
+"""Searches: what may be chosen, what is never trained, what is judged how, and a storage that goes on."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ridgeline.cli import main
+from ridgeline.errors import ConfigError
+from ridgeline.records import read_record
+from ridgeline.study import search as module
+from ridgeline.study.contenders import find_contender
+from ridgeline.study.floors import this_machine
+from ridgeline.study.search import Search
+from ridgeline.study.space import Range, configure, default_space, narrowed
+from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.train.settings import override, read_toml
+
+pytest.importorskip("optuna", reason="the extra search is not installed")
+SMALL = "gpt2-c256+layers=1+width=16+heads=2+context=16+window.context=16+batch=2"
+SPACE = ["layers=1", "width=16", "kv_heads=all", "mlp_ratio=2", "context=16", "batch=2", "lr=1e-3:1e-2"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat on the mat and the rat ate the hat; " * 60, encoding="utf-8")
+    return file
+
+
+def options(text: Path, out: Path, *more: str, budget: str = "1.6s", trial: str = "0.8s") -> list[str]:
+    size = ["--data", str(text), "--device", "cpu", "--eval-windows", "4", "--least-steps", "1"]
+    return [
+        "study", "search", "--base", SMALL, *size, "--space", *SPACE, "norm=layernorm,rmsnorm",
+        "--budget", budget, "--trial", trial, "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+def trial(number: int, *path: tuple[float, float], seconds: float | None = None, state: str = "complete") -> Trial:
+    quality = path[-1][1] if path else None
+    return Trial(number=number, params={}, state=state, path=path, quality=quality, seconds=seconds)
+
+
+def test_default_space_lies_around_the_base() -> None:
+    space = default_space(find_contender("gpt2-c256"), games=False)
+    assert space["layers"] == (3, 6, 9)
+    assert space["width"] == (128, 256, 384)
+    assert space["lr"] == Range(2.5e-4, 4e-3)
+    assert "stride" not in space
+    assert default_space(find_contender("boxing"), games=True)["stride"] == (1, 2)
+
+
+def test_every_choice_of_every_default_space_is_a_model() -> None:
+    """Each value is tried once with the others as the base has them."""
+    for name in ("gpt2-c256", "fast-c256", "boxing", "hal-5m", "hal-20m"):
+        base = find_contender(name)
+        space = default_space(base, games="boxing" in name or "hal" in name)
+        first = {key: v[0] if isinstance(v, tuple) and not isinstance(v, Range) else v.low for key, v in space.items()}
+        for key, values in space.items():
+            for value in values:
+                config = configure(base, {**first, key: value}, 90.0)
+                assert config.minutes == 1.5
+                assert config.model.decoder.head_dim == base.model.decoder.head_dim
+
+
+def test_chosen_values_are_those_of_the_config() -> None:
+    params = {"layers": 2, "width": 128, "kv_heads": 1, "mlp_ratio": 2, "norm": "rmsnorm", "context": 64, "batch": 8}
+    config = configure(find_contender("gpt2-c256"), {**params, "lr": 2e-3}, 60.0)
+    decoder = config.model.decoder
+    assert (decoder.layers, decoder.width, decoder.heads, decoder.kv_heads) == (2, 128, 4, 1)
+    assert (decoder.hidden, decoder.norm, decoder.context, config.window.context) == (256, "rmsnorm", 64, 64)
+    assert (config.batch, config.optimizer.lr, config.optimizer.floor) == (8, 2e-3, pytest.approx(2e-4))
+
+
+def test_floors_order_candidates_as_their_work_does() -> None:
+    """Twice the layers of the same width cost about twice the time; nothing about it is measured on the model."""
+    machine = this_machine(override(find_contender("gpt2-c256"), {"device": "cpu", "precision": "fp32"}))
+    one, two = (machine.floor_s(find_contender(f"gpt2-c256+layers={n}")) for n in (6, 12))
+    assert 1.8 < two / one < 2.2
+
+
+def test_goals() -> None:
+    assert Goal.parse("loss=1.6") == Goal(kind="loss", value=1.6)
+    assert Goal.parse("ko") == Goal(kind="ko")
+    assert Goal(kind="loss", value=2.0).short_of(2.5) == pytest.approx(0.25)
+    assert Goal(kind="ko", value=0.8).short_of(0.6) == pytest.approx(0.25)
+    for wrong in ("ko=1.5", "loss=-1", "loss=low", "wins=0.5", "loss="):
+        with pytest.raises(ConfigError):
+            Goal.parse(wrong)
+
+
+def test_best_reached_the_target_soonest() -> None:
+    goal = Goal(kind="loss", value=2.0)
+    trials = [trial(0, (9.0, 1.2)), trial(1, (9.0, 1.9), seconds=8.0), trial(2, (9.0, 1.95), seconds=5.0)]
+    assert best_of([*trials, trial(3, (9.0, 1.0), seconds=1.0, state="pruned")], goal) is trials[2]
+    assert best_of(trials[:1], goal) is trials[0]
+    assert best_of([], goal) is None
+    assert best_of([trial(0, (9.0, 0.2)), trial(1, (9.0, 0.8))], Goal(kind="ko")).number == 1  # type: ignore[union-attr]
+
+
+def test_front_is_who_leads_by_when() -> None:
+    trials = [trial(0, (1.0, 3.0), (2.0, 2.0), (3.0, 1.0)), trial(1, (1.0, 2.5), (2.0, 2.4), (3.0, 2.3))]
+    assert front(trials, Goal(kind="loss")) == [(1.0, 2.5, 1), (2.0, 2.0, 0), (3.0, 1.0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["widths=3"], "setting of a search"),
+        (["width="], "nothing to choose from"),
+        (["width=wide"], "whole number"),
+        (["norm=batchnorm"], "layernorm or rmsnorm"),
+        (["lr=fast"], "range of learning rates"),
+        (["lr=2:1"], "range of learning rates"),
+        (["stride=2"], "games only"),
+    ],
+)
+def test_no_such_space(words: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        narrowed(default_space(find_contender("gpt2-c256"), games=False), words)
+
+
+def test_search_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Trials, a record, a config that train takes; asked again with more time it goes on with the same trials."""
+    out = tmp_path / "out"
+    assert main(options(text, out, "--json")) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["trials"]
+    assert said["best"]["state"] == "complete"
+    assert said["best"]["tokens_per_s"] > 0
+    assert said["best"]["predicted_tokens_per_s"] > 0
+    assert len(said["best"]["path"]) == module.POINTS
+    assert read_record(said["record"]).kind == "search"
+    settings = read_toml(said["chosen"])
+    assert settings["optimizer"]["lr"] == pytest.approx(said["best"]["params"]["lr"])
+    run = ["train", "--config", said["chosen"], "--minutes", "0.005", "--out", str(tmp_path / "run"), "--json"]
+    assert main(run) == 0
+    capsys.readouterr()
+    assert main(options(text, out, "--json", budget="6s")) == 0
+    more = json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]
+    assert more[: len(said["trials"])] == said["trials"] or len(more) > len(said["trials"])
+    assert main(options(text, out, "--target", "loss=1.0")) == 2
+    assert "another search (goal differ" in " ".join(capsys.readouterr().err.split())
+
+
+def test_target_that_is_held_ends_a_trial(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every loss is below 100, so the second point ends the trial, and the first is its time."""
+    assert main(options(text, tmp_path / "out", "--target", "loss=100", "--json")) == 0
+    best = json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
+    assert len(best["path"]) == 2
+    assert best["seconds"] == best["path"][0][0]
+
+
+def test_target_out_of_reach_is_said(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options(text, tmp_path / "out", "--target", "loss=0.001")) == 0
+    assert "was not held; the best came to" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_cannot_be_fast_enough_is_never_trained(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "train_on_clock", lambda task: pytest.fail("trained"))
+    arguments = options(text, tmp_path / "out")
+    arguments[arguments.index("--least-steps") + 1] = "1000000000"
+    assert main(arguments) == 2
+    assert "even at its floor" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--budget", "1s", "--trial", "2s"], "shorter than one trial"),
+        (["--budget", "soon"], "no time"),
+        (["--target", "ko=0.9"], "knockouts are of games"),
+        (["--storage", "mysql://"], "cannot be used"),
+    ],
+)
+def test_bad_input(text: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*options(text, tmp_path / "out"), *more]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SIGKILL in the middle of a trial: its candidate is tried again, and what had ended stays."""
+    out = tmp_path / "out"
+    long = options(text, out, "--json", budget="60s", trial="1.5s")
+    process = subprocess.Popen([sys.executable, "-m", "ridgeline", *long], stdout=subprocess.DEVNULL)
+    waited = time.monotonic() + 60
+    while not list(out.glob("trials/*/points.jsonl")) and time.monotonic() < waited:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    assert main(options(text, out, "--json", budget="4s", trial="1.5s")) == 0
+    trials = json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]
+    cut = [trial["params"] for trial in trials if trial["state"] == "failed"]
+    assert len(cut) == 1
+    assert cut[0] in [trial["params"] for trial in trials if trial["state"] == "complete"]
+
+
+def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Knockout rates are maximised: the study is told the negative, and one lucky point does not count."""
+    rates = iter([0.95, 0.5, 0.95, 0.95])
+    monkeypatch.setattr(module, "_knockouts", lambda checkpoint: next(rates))
+    base = override(find_contender("boxing"), {"device": "cpu", "precision": "fp32", "engine": "eager"})
+    goal = Goal(kind="ko", value=0.9)
+    plan = Search(base=base, space=default_space(base, games=True), goal=goal, budget_s=10.0, trial_s=5.0)
+    said: list[float] = []
+
+    class Told:
+        def report(self, value: float, step: int) -> None:
+            said.append(value)
+
+        def should_prune(self) -> bool:
+            return False
+
+    attempt = module._Attempt(plan, tmp_path, this_machine(base), Told())  # type: ignore[arg-type]
+    point = module.Point(at=1.0, seconds=1.0, steps=1, samples=1, tokens=1, train_loss=1.0, val_loss=1.0, setup_s=0.0)
+    ended = [attempt._judge(point, tmp_path) for _ in range(4)]
+    assert ended == [False, False, False, True]
+    assert said == [-0.95, -0.5, -0.95]
