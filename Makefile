@@ -1,13 +1,14 @@
 # make demo   train on the shipped Boxing games, then play 30 games against the built-in opponent
 # make test   every CPU test (≤ 10 minutes on two cores)
 # make goals  what the benchmark records say of benchmarks/goals.toml
+# make docs   the tables of README.md and docs/ladder.md, from the benchmark records
 # make check  lint, format, types, import layers
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check goals format clean
+.PHONY: demo test check goals docs format clean
 
 # torch goes first and alone, so that its pinned build is taken and not replaced by a dependency's
 $(VENV)/.base: constraints.txt pyproject.toml
@@ -34,6 +35,9 @@ check: $(VENV)/.dev
 
 goals: $(VENV)/.base
 	$(BIN)/python -m ridgeline.bench.goals benchmarks/goals.toml benchmarks/results
+
+docs: $(VENV)/.base
+	$(BIN)/python -m ridgeline.report.docs
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,275 @@
+"""`make docs`: the tables in the project's own documents, from the benchmark records.
+
+A document holds blocks between `<!-- from records: NAME -->` and `<!-- end -->`; what stands between them is written
+here and nowhere else, and a test fails when a document and the records differ.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ridgeline.bench.explain_view import amount
+from ridgeline.bench.goals import find_records, judge, read_goals
+from ridgeline.bench.layers import PHASES
+from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
+from ridgeline.errors import ConfigError, RidgelineError
+from ridgeline.records import ContenderResult, Record
+from ridgeline.report import articles
+from ridgeline.report.page import circumstances
+from ridgeline.report.sections import base_of, rungs_of, timed
+from ridgeline.report.series import sweeps
+from ridgeline.report.table import Cell, Table, number, quantity, words
+
+DOCUMENTS = ("README.md", "docs/ladder.md")
+RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
+LADDER = "hal-20m"
+MISSING = "*Not measured yet.*"
+_BLOCK = re.compile(r"(<!-- from records: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def newest(records: Sequence[Record]) -> list[Record]:
+    """The newest record of each workload on each card that timed `best` and a PyTorch contender in one group.
+
+    Args:
+        records: newest first.
+    """
+    found: dict[tuple[object, ...], Record] = {}
+    for record in records:
+        if record.workload is not None and record.gpus <= 1 and over_pytorch(record) is not None:
+            found.setdefault((record.card, record.workload), record)
+    return list(found.values())
+
+
+def _result(record: Record, name: str, group: int | None = None) -> ContenderResult | None:
+    return next((r for r in record.contenders if r.name == name and group in (None, r.group) and r.step_ms), None)
+
+
+def _pair(record: Record, found: Ratio) -> tuple[ContenderResult, ContenderResult]:
+    """The two results of a ratio of `best`."""
+    ours, theirs = _result(record, SUBJECT, found.group), _result(record, found.over, found.group)
+    assert ours is not None
+    assert theirs is not None
+    return ours, theirs
+
+
+def performance(records: Sequence[Record]) -> str:
+    """`best` against the best PyTorch, a row a goal; also where it is slower, and where nothing was measured."""
+    rows: list[list[Cell]] = []
+    used: list[Record] = []
+    for goal in read_goals(GOALS):
+        name = words(f"`{goal.workload}` {goal.batch} × {goal.context}, {goal.precision}")
+        record = judge(goal, records).record
+        found = None if record is None else over_pytorch(record)
+        if record is None or found is None:
+            rows.append([name, *[Cell(text="–")] * 5])
+            continue
+        used.append(record)
+        ours, theirs = _pair(record, found)
+        rows.append(
+            [
+                name,
+                quantity(ours.tokens_per_s),
+                Cell(text=f"{amount(theirs.tokens_per_s or 0.0)} (`{found.over}`)"),
+                Cell(text=str(found)),
+                number(ours.mfu, ".0%"),
+                number(ours.floor_share, ".0%"),
+            ]
+        )
+    if not used:
+        return MISSING
+    headers = ("batch × context", "`best`, tokens/s", "best PyTorch, tokens/s", "ratio", "MFU", "of the floor")
+    return f"{_where(used)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def _where(records: Sequence[Record]) -> str:
+    cards = ", ".join(sorted({record.card for record in records}))
+    torches = ", ".join(sorted({record.versions.get("torch", "?") for record in records}))
+    dates = sorted({record.date[:10] for record in records})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return f"One {cards}, PyTorch {torches}, {span}."
+
+
+def _ladder(records: Sequence[Record]) -> Record | None:
+    """The newest record of the first article's workload that climbs two rungs or more."""
+    return next(
+        (r for r in records if r.workload and r.workload.name == LADDER and len(set(rungs_of(r)) - {SUBJECT}) > 1), None
+    )
+
+
+def ladder(records: Sequence[Record]) -> str:
+    """The rungs: speed and gain here, gain in the article, kernel time a layer here and there."""
+    record = _ladder(records)
+    if record is None:
+        return MISSING
+    rows: list[list[Cell]] = []
+    names = rungs_of(record)
+    for place, name in enumerate(names):
+        result, article = _result(record, name), articles.LADDER.get(name)
+        assert result is not None
+        before = names[place - 1] if place else None
+        step = gain(record, name, before) if before else None
+        published = articles.gain(before, name) if before in articles.LADDER and article else None
+        rows.append(
+            [
+                words(f"`{name}`"),
+                number(result.step_ms, ".4g"),
+                quantity(result.tokens_per_s),
+                Cell(text="–" if step is None else str(step)),
+                Cell(text="–" if published is None else f"{published:.2f}×"),
+                Cell(text=_layer(result, "forward", article)),
+                Cell(text=_layer(result, "backward", article)),
+                number(result.mfu, ".0%"),
+            ]
+        )
+    for other in baselines(record)[:1]:
+        rows.append(
+            [
+                words(f"PyTorch's best, `{other.name}`"),
+                number(other.step_ms, ".4g"),
+                quantity(other.tokens_per_s),
+                *[Cell(text="–")] * 2,
+                *(Cell(text=_layer(other, phase, None)) for phase in PHASES),
+                number(other.mfu, ".0%"),
+            ]
+        )
+    headers = ("rung", "ms a step", "tokens/s", "gain here", "in the article", "forward ms a layer, here (article)",
+               "backward", "MFU")  # fmt: skip
+    said = circumstances(record)
+    where = f"`{LADDER}`, batch {said['workload'].split('batch ')[1]}, on one {record.card}, {record.date[:10]}"
+    return f"{where}.\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def _layer(result: ContenderResult, phase: str, article: articles.ArticleRung | None) -> str:
+    groups = result.groups_ms_per_layer or {}
+    mine = sum(value for name, value in groups.items() if name.startswith(phase))
+    ours = f"{mine:.2f}" if groups else "–"
+    return ours if article is None else f"{ours} ({getattr(article, f'{phase}_ms'):.2f})"
+
+
+def layers(records: Sequence[Record]) -> str:
+    """Kernel milliseconds a layer by group, a column a rung."""
+    record = _ladder(records)
+    found = [r for r in timed(record) if r.groups_ms_per_layer and r.name in rungs_of(record)] if record else []
+    if not found:
+        return MISSING
+    groups = list(dict.fromkeys(name for result in found for name in result.groups_ms_per_layer or {}))
+    rows = [
+        [words(group), *(number((r.groups_ms_per_layer or {}).get(group), ".3f") for r in found)] for group in groups
+    ]
+    return Table(headers=("kernel ms a layer", *(f"`{r.name}`" for r in found)), rows=rows).markdown()
+
+
+def singles(records: Sequence[Record]) -> str:
+    """Single changes: each made alone to the rung below, or alone taken back."""
+    rows: list[list[Cell]] = []
+    for record in records:
+        info = record.workload
+        for result in timed(record):
+            base = base_of(result.name)
+            found = gain(record, result.name, base) if result.name != base and base in articles.LADDER else None
+            if found is not None and info is not None:
+                rows.append([words(f"`{info.name}`"), words(f"`{result.name}`"), number(result.step_ms, ".4g"),
+                             Cell(text=str(found)), words(f"`{base}`")])  # fmt: skip
+    headers = ("workload", "rung with one change", "ms a step", "speed", "compared with")
+    return Table(headers=headers, rows=rows).markdown() if rows else MISSING
+
+
+def windows(records: Sequence[Record]) -> str:
+    """The smaller model beside the larger one, in windows/s."""
+    rows: list[list[Cell]] = []
+    for name in ("hal-20m", "hal-5m"):
+        record = next((r for r in newest(records) if r.workload and r.workload.name == name), None)
+        found = None if record is None else over_pytorch(record)
+        if record is None or found is None or record.workload is None:
+            return MISSING
+        for result in _pair(record, found):
+            rows.append(
+                [
+                    words(f"`{name}`, {record.workload.context} of 256 frames"),
+                    words(f"`{result.name}`"),
+                    quantity(result.windows_per_s),
+                    number(result.step_ms, ".4g"),
+                ]
+            )
+    return Table(headers=("model", "contender", "windows/s", "ms a step"), rows=rows).markdown()
+
+
+def contexts(records: Sequence[Record]) -> str:
+    """Tokens/s over the context, 8,192 positions a step: `best`, the best PyTorch, their ratio."""
+    chosen = newest(records)
+    rows: list[list[Cell]] = []
+    for sweep in sweeps(chosen):
+        for record in sorted((chosen[i] for i in sweep.members), key=lambda r: r.workload.context if r.workload else 0):
+            found, info = over_pytorch(record), record.workload
+            if found is None or info is None:
+                continue
+            ours, theirs = _pair(record, found)
+            rows.append(
+                [
+                    words(f"`{info.name}`, {info.precision}"),
+                    number(info.context, "d"),
+                    number(info.batch, "d"),
+                    quantity(ours.tokens_per_s),
+                    quantity(theirs.tokens_per_s),
+                    Cell(text=str(found)),
+                ]
+            )
+    headers = ("model", "context", "batch", "`best`, tokens/s", "best PyTorch, tokens/s", "ratio")
+    return Table(headers=headers, rows=rows).markdown() if rows else MISSING
+
+
+BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
+    "performance": performance,
+    "ladder": ladder,
+    "layers": layers,
+    "singles": singles,
+    "windows": windows,
+    "contexts": contexts,
+}
+
+
+def written(text: str, records: Sequence[Record], name: str = "the document") -> str:
+    """A document with its blocks written anew.
+
+    Args:
+        text: the document.
+        records: newest first.
+        name: of the document, for errors.
+
+    Raises:
+        ConfigError: it has no block, or one that is not known.
+    """
+    blocks = [match[2] for match in _BLOCK.finditer(text)]
+    odd = [block for block in blocks if block not in BLOCKS]
+    if odd or not blocks:
+        raise ConfigError(
+            f"{name} has the block {odd[0]!r}, known are {', '.join(BLOCKS)}"
+            if odd
+            else f"{name} has no block `<!-- from records: NAME -->` … `<!-- end -->`; nothing can be written"
+        )
+    return _BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]](records)}\n{match[4]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes the documents named, or the project's own; 2 where something cannot be read."""
+    names = list(sys.argv[1:] if arguments is None else arguments) or list(DOCUMENTS)
+    try:
+        records = find_records(RECORDS)
+        for name in names:
+            file = Path(name)
+            before = file.read_text(encoding="utf-8")
+            after = written(before, records, name)
+            if after != before:
+                file.write_text(after, encoding="utf-8")
+            print(f"{name}: {'written' if after != before else 'as the records have it'}")
+    except (RidgelineError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The tables of the project's own documents are those of its records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from report import samples
+from ridgeline.bench.goals import find_records
+from ridgeline.errors import ConfigError
+from ridgeline.report import docs
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("name", docs.DOCUMENTS)
+def test_documents_are_as_the_records_have_it(name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert docs.written(text, find_records(ROOT / docs.RECORDS), name) == text, "run: make docs"
+
+
+def test_a_document_is_written_from_its_records_and_nothing_else_of_it_changes():
+    text = "before\n<!-- from records: ladder -->\nold\n<!-- end -->\nafter\n"
+    after = docs.written(text, [samples.ladder()])
+    assert after.startswith(
+        "before\n<!-- from records: ladder -->\n`hal-20m`, batch 512 × 256, bf16, on one NVIDIA H200"
+    )
+    assert after.endswith("\n<!-- end -->\nafter\n")
+    assert "old" not in after
+    assert docs.written(after, [samples.ladder()]) == after
+
+
+def test_the_ladder():
+    table = rows(docs.ladder([samples.ladder()]))
+    assert [row[0] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`",
+                                         "PyTorch's best, `max-autotune`"]  # fmt: skip
+    m2 = table[2]
+    assert m2[3:5] == ["2.26×", "2.15×"]  # 430 / 190 here; 445,372 / 207,146 in the article
+    assert m2[5] == "4.65 (10.68)"
+    assert table[5][4] == "–"  # the article has no such rung
+    assert docs.ladder([samples.smaller()]) == docs.MISSING
+
+
+def test_a_gain_that_the_spread_swallows_is_not_written():
+    record = samples.ladder()
+    noisy = [replace(c, spread=2.0) if c.name == "r16" else c for c in record.contenders]
+    table = rows(docs.ladder([replace(record, contenders=noisy)]))
+    assert table[4][3] == "≈"
+
+
+def test_layers_have_a_column_a_rung():
+    table = docs.layers([samples.ladder()])
+    assert table.splitlines()[0] == "| kernel ms a layer | `m0` | `m1` | `m2` | `m3` | `r16` | `best` |"
+    assert rows(table)[0][0] == "forward · QKV"
+
+
+def test_single_changes_are_compared_with_their_rung():
+    record = samples.ladder()
+    single = [
+        samples.result("m2+reuse", 188.0, 512, 256, spread=0.001),
+        samples.result("m3-zero_fill", 111.0, 512, 256),
+    ]
+    table = rows(docs.singles([replace(record, contenders=[*record.contenders, *single])]))
+    assert table == [
+        ["`hal-20m`", "`m2+reuse`", "188", "1.01×", "`m2`"],
+        ["`hal-20m`", "`m3-zero_fill`", "111", "≈", "`m3`"],
+    ]
+    assert docs.singles([record]) == docs.MISSING
+
+
+def test_performance_has_a_row_for_every_goal_measured_or_not(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    table = rows(docs.performance([samples.ladder()]))
+    assert len(table) == 11
+    assert table[0] == ["`hal-20m` 512 × 256, bf16", "3.55 M", "1.74 M (`max-autotune`)", "2.04×", "43%", "57%"]
+    assert table[1][1:] == ["–"] * 5
+    assert docs.performance([]) == docs.MISSING
+
+
+def test_the_newest_record_counts():
+    old = replace(samples.smaller(), date="2026-11-28T00:00:00+00:00")
+    assert docs.newest([samples.smaller(), old]) == [samples.smaller()]
+    assert docs.newest([replace(samples.smaller(), gpus=2)]) == []
+
+
+def test_windows_and_contexts():
+    records = [samples.ladder(), samples.smaller(), *samples.sweep()]
+    assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "77.6 k", "39.1 k"]
+    assert [row[1] for row in rows(docs.contexts(records))] == ["128", "256", "512", "1024", "2048"]
+    assert docs.windows([samples.ladder()]) == docs.MISSING
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("nothing", "has no block"), ("<!-- from records: poem -->\n<!-- end -->", "'poem', known are performance")],
+)
+def test_documents_without_blocks_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        docs.written(text, [])
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "page.md"
+    file.write_text("<!-- from records: ladder -->\n<!-- end -->\n", encoding="utf-8")
+    assert docs.main([str(file)]) == 0
+    assert "written" in capsys.readouterr().out
+    assert docs.main([str(file)]) == 0
+    assert "as the records have it" in capsys.readouterr().out
+    assert docs.main([str(tmp_path / "none.md")]) == 2
