@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"loader": 30, "step-20m": 75, "step-5m": 60, "train": 90}
+LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75}
 CPU = os.environ.get("DEVICE") == "cpu"
 SMALL = {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
 TURNS, STEPS = (2, 3) if CPU else (4, 60)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from ridgeline.cli import play_melee
 from ridgeline.cli.data import bar, counter
 from ridgeline.cli.output import Flag, parse
 from ridgeline.cli.threads import usable_cores
@@ -66,6 +67,8 @@ class Options:
 
 def run(arguments: Sequence[str]) -> int:
     """Play and print."""
+    if play_melee.asked(arguments):
+        return play_melee.run(arguments)
     options = parse(Options, arguments, "play")
     result = (_watch if options.watch or options.picture else _judge)(options).summary()
     if options.json:

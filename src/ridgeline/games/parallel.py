@@ -78,7 +78,7 @@ def run_parallel(
     waiting = iter(range(len(tasks)))
     workers: list[_Worker] = []
     try:
-        with _one_thread():
+        with one_thread():
             for _ in range(min(processes, len(tasks))):
                 workers.append(_start(function))
         for worker in workers:
@@ -184,7 +184,7 @@ def _end(workers: list[_Worker]) -> None:
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One thread for every process started within: the libraries read these variables when they are loaded."""
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))

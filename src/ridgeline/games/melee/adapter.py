@@ -26,7 +26,7 @@ class Adapter:
             UnsupportedError: always; a console needs a copy of the game.
         """
         raise UnsupportedError(
-            "Melee is played on a console; give --game melee with --iso and --dolphin, see docs/melee.md"
+            "Melee is played on a console; give --game melee with --iso and --dolphin and no --level, see docs/melee.md"
         )
 
     def eyes(self, features: Mapping[str, Any]) -> MeleeEyes:
