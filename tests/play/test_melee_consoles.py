@@ -152,7 +152,8 @@ def test_what_cannot_be_asked_for(tmp_path, capsys):
     assert "games must be at least 1" in refused(*dolphin, "--games", 0)
     assert "consoles must be at least 1" in refused(*dolphin, "--consoles", 0)
     assert "temperature must be 0 or more" in refused(*dolphin, "--temperature", -1)
-    assert "Melee is played on a console" in refused("--level", 1)
+    assert "Melee is played on a console: give --game melee" in refused()
+    assert "Melee is played on a console: give --game melee" in refused("--level", 1)
     match = Match(dolphin=sys.executable and file.__class__(sys.executable), iso=file)
     with pytest.raises(ConfigError, match="consoles must be"):
         play_matches(tiny_player(), match, 1, consoles=0)

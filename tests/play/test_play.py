@@ -12,7 +12,14 @@ import torch
 
 from ridgeline import checkpoint
 from ridgeline.data.window import WindowSpec
-from ridgeline.errors import CheckpointError, ConfigError, MissingExtraError, UnsupportedError, WorkerError
+from ridgeline.errors import (
+    CheckpointError,
+    ConfigError,
+    MissingExtraError,
+    RidgelineError,
+    UnsupportedError,
+    WorkerError,
+)
 from ridgeline.games.boxing.adapter import GAME
 from ridgeline.games.boxing.game import Boxing
 from ridgeline.games.boxing.policy import policy_config
@@ -20,6 +27,7 @@ from ridgeline.games.env import FIRST_EVALUATION_SEED
 from ridgeline.models import ControllerPolicy, DecoderConfig
 from ridgeline.play import Evaluation, GameResult, Player, decide, evaluate, load_player, play_games, rollout
 from ridgeline.play.decide import Decider
+from ridgeline.play.ledger import Ledger
 from ridgeline.play.window import Window
 
 judge = importlib.import_module("ridgeline.play.evaluate")  # the package has a function of that name
@@ -297,7 +305,7 @@ def test_a_hung_process_is_an_error():
 
 def test_a_slow_process_is_not_a_hung_one(monkeypatch):
     monkeypatch.setattr(judge, "HEARTBEAT_SECONDS", 0.0)
-    signs = list(judge._play(judge.Job(player, range(5_000, 5_001), 3, 1.0)))
+    signs = list(judge._play(judge.Job(player, range(5_000, 5_001), 3, 1.0, {})))
     assert len(signs) == 1 + sum(not finished for finished in signs) > 100
 
 
@@ -386,3 +394,39 @@ def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache):
         monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
         games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=0.0))
     assert games[0] == games[1]
+
+
+def test_games_that_are_kept_are_not_played_again(trained, tmp_path, monkeypatch):
+    path, _, _ = trained
+    file = tmp_path / "games.jsonl"
+    first = evaluate(path, 1, first_seed=5_000, keep=file, processes=1)
+    assert evaluate(path, 1, first_seed=5_000, keep=file) == first
+    monkeypatch.setattr(judge, "run_parallel", lambda function, tasks, **settings: iter(tasks and [(0, [])]))
+    assert evaluate(path, 1, first_seed=5_000, keep=file) == first
+    for change in ({"temperature": 0.5}, {"level": 1}, {"cache": "none"}, {"first_seed": 5_001}):
+        with pytest.raises(WorkerError, match="0 of 1 games came back"):
+            evaluate(path, 1, keep=file, **{"first_seed": 5_000, **change})
+
+
+def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
+    one, two = (GameResult(seed=s, level=0, dealt=2, taken=1, knockout=0, steps=5, decision_s=0.5) for s in (3, 4))
+    file = tmp_path / "games.jsonl"
+    ledger = Ledger(file)
+    ledger.add({"at": 1.0}, one)
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:-9])  # the second was cut off
+    ledger = Ledger(file)
+    assert ledger.find({"at": 1.0}, 0, [3]) == [one]
+    assert ledger.find({"at": 1.0}, 0, [3, 4]) is None
+    assert ledger.find({"at": 2.0}, 0, [3]) is None
+    assert ledger.find({"at": 1.0}, 1, [3]) is None
+    ledger.add({"at": 1.0}, two)
+    assert Ledger(file).find({"at": 1.0}, 0, [4, 3]) == [two, one]
+    for content in ('{"contender": "a"}', "[]", "no", '{"seed": "x"}'):
+        file.write_text(content + "\n")
+        with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
+            Ledger(file)
+    with pytest.raises(RidgelineError, match="cannot be read"):
+        Ledger(tmp_path)
+    with pytest.raises(RidgelineError, match="cannot write"):
+        Ledger(tmp_path / "nowhere" / "games.jsonl").add({}, one)

@@ -47,6 +47,7 @@ class Options:
         device: where the policy computes: cpu, cuda or cuda:N.
         cache: what is kept between decisions: exact (keys and values until the window is full, then whole windows),
             rolling (keys and values always; not the trained function once the window is full) or none.
+        keep: a file of JSON lines that finished games are kept in; called again, those in it are not played again.
         watch: draw the game of --first-seed in the terminal while it is played.
         picture: write the game of --first-seed to this file, an animated PNG of the real screen.
         json: print one JSON object as the last line.
@@ -60,6 +61,7 @@ class Options:
     first_seed: int = FIRST_EVALUATION_SEED
     device: str = "cpu"
     cache: str = "exact"
+    keep: Path | None = None
     watch: Flag = False
     picture: Path | None = None
     json: Flag = False
@@ -88,6 +90,7 @@ def _judge(options: Options) -> Evaluation:
         first_seed=options.first_seed,
         device=options.device,
         cache=options.cache,
+        keep=options.keep,
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ridgeline import checkpoint
 from ridgeline.errors import ConfigError, WorkerError
 from ridgeline.games import game
 from ridgeline.games.env import FIRST_EVALUATION_SEED, check_seeds
 from ridgeline.games.parallel import run_parallel
+from ridgeline.play.ledger import Ledger
 from ridgeline.play.player import Player, load_player
 from ridgeline.play.rollout import GameResult, play_games
 from ridgeline.play.statistics import bootstrap, wilson
@@ -76,6 +79,7 @@ def evaluate(
     device: str = "cpu",
     cache: str = "exact",
     timeout: float = SILENCE_SECONDS,
+    keep: str | Path | None = None,
     on_game: Callable[[GameResult], None] | None = None,
 ) -> Evaluation:
     """Let a policy play games with the seeds first_seed, first_seed + 1, …
@@ -92,6 +96,8 @@ def evaluate(
         device: where a checkpoint's policy computes, in every process.
         cache: what a checkpoint's policy keeps between decisions; see Player.
         timeout: seconds without a decision after which a process counts as hung.
+        keep: file of JSON lines that finished games of a checkpoint are kept in: called again, they are not played
+            again. None for no file.
         on_game: called with every game as it ends; what it keeps outlives an error in a later game.
 
     Raises:
@@ -104,10 +110,14 @@ def evaluate(
     check_games(games, first_seed)
     load = source if callable(source) else partial(load_player, source, device, cache)
     check_level(load().game, level)  # loaded here as well, so that a mistake is told at once
+    ledger = None if keep is None else Ledger(Path(keep))
+    key: Mapping[str, Any] = (
+        {} if callable(source) else {"checkpoint": _digest(source), "temperature": temperature, "cache": cache}
+    )
     begun = time.monotonic()
     results: list[GameResult] = []
-    jobs = [Job(load, group, level, temperature) for group in groups(games, first_seed)]
-    for _, result in play_jobs(jobs, processes=processes, timeout=timeout):
+    jobs = [Job(load, group, level, temperature, key) for group in groups(games, first_seed)]
+    for _, result in play_jobs(jobs, processes=processes, timeout=timeout, ledger=ledger):
         results.append(result)
         if on_game:
             on_game(result)
@@ -149,6 +159,7 @@ class Job(NamedTuple):
         seeds: one a game.
         level: strength of the opponent.
         temperature: see play_games.
+        key: what the games depend on beside seeds and level, for a ledger.
         name: what to call the player in an error.
     """
 
@@ -156,6 +167,7 @@ class Job(NamedTuple):
     seeds: range
     level: int
     temperature: float
+    key: Mapping[str, Any]
     name: str = ""
 
 
@@ -166,17 +178,40 @@ def groups(games: int, first_seed: int) -> list[range]:
 
 
 def play_jobs(
-    jobs: Sequence[Job], *, processes: int, timeout: float = SILENCE_SECONDS
+    jobs: Sequence[Job], *, processes: int, timeout: float = SILENCE_SECONDS, ledger: Ledger | None = None
 ) -> Iterator[tuple[int, GameResult]]:
     """Play the games of all jobs in parallel processes and yield (index of the job, result) as they end.
 
+    A job whose games are all in the ledger is not played again.
+
     Raises:
         WorkerError: a process died or hung, or a game did not end.
+        RidgelineError: the ledger cannot be written.
     """
-    names = [f"the games of seeds {job.seeds[0]} to {job.seeds[-1]}{job.name and f' of {job.name}'}" for job in jobs]
-    for index, finished in run_parallel(_play, jobs, processes=processes, timeout=timeout, names=names):
+    waiting = []
+    for index, job in enumerate(jobs):
+        known = ledger.find(job.key, job.level, job.seeds) if ledger else None
+        if known is None:
+            waiting.append(index)
+        else:
+            yield from ((index, result) for result in known)
+    names = [_name(jobs[index]) for index in waiting]
+    tasks = [jobs[index] for index in waiting]
+    for place, finished in run_parallel(_play, tasks, processes=processes, timeout=timeout, names=names):
         for result in finished:
-            yield index, result
+            if ledger:
+                ledger.add(tasks[place].key, result)
+            yield waiting[place], result
+
+
+def _name(job: Job) -> str:
+    return f"the games of seeds {job.seeds[0]} to {job.seeds[-1]}{job.name and f' of {job.name}'}"
+
+
+def _digest(source: str | Path) -> str:
+    """Checksum of a checkpoint's tensors."""
+    folder = checkpoint.find(source)
+    return str(json.loads((folder / checkpoint.HEADER).read_text(encoding="utf-8"))["tensors"]["sha256"])
 
 
 def _play(job: Job) -> Iterator[list[GameResult]]:

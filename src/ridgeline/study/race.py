@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ridgeline import checkpoint
-from ridgeline.errors import ConfigError, RidgelineError
+from ridgeline.errors import ConfigError
 from ridgeline.games.parallel import run_parallel
-from ridgeline.models.reader import read
 from ridgeline.play import GameResult, load_player
 from ridgeline.play.evaluate import Job, groups, play_jobs
+from ridgeline.play.ledger import Ledger
 from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, train_on_clock
 from ridgeline.study.racers import Contender
 from ridgeline.train.config import AUTO
@@ -203,53 +203,21 @@ def _rounds(waiting: Sequence[Contender]) -> Iterator[list[Contender]]:
 def _play(
     race: Race, folder: Path, processes: int, timeout: float, report: Callable[[int, int], object]
 ) -> list[Played]:
-    """All games; those of groups that an earlier call finished are taken from the file."""
-    wanted, seen = race.games, read_games(folder / GAMES)
-    kept: list[Played] = []
-    jobs: list[Job] = []
-    whose: list[tuple[Contender, float]] = []
+    """All games; those that an earlier call finished are taken from the file."""
+    wanted, played, jobs = race.games, [], []
     for contender in race.contenders:
         for at in race.grid[1:]:  # untrained, a policy presses buttons at random
             path = folder / contender.folder / checkpoint_name(at)
             device = contender.config.device if wanted.device == AUTO else wanted.device
-            load = partial(load_player, path, device, wanted.cache)
-            for seeds in groups(wanted.count, wanted.first_seed):
-                finished = [seen.get((contender.name, at, seed)) for seed in seeds]
-                if all(finished):
-                    kept += [played for played in finished if played]
-                else:
-                    name = f"{contender.name} at {at:g} s"
-                    jobs.append(Job(load, seeds, wanted.level, wanted.temperature, name))
-                    whose.append((contender, at))
+            load, key = partial(load_player, path, device, wanted.cache), {"contender": contender.name, "at": at}
+            name = f"{contender.name} at {at:g} s"
+            jobs += [
+                Job(load, seeds, wanted.level, wanted.temperature, key, name)
+                for seeds in groups(wanted.count, wanted.first_seed)
+            ]
     total = len(race.contenders) * len(race.grid[1:]) * wanted.count
-    report(len(kept), total)
-    with writing(folder), (folder / GAMES).open("a", encoding="utf-8") as stream:
-        for index, result in play_jobs(jobs, processes=processes, timeout=timeout):
-            contender, at = whose[index]
-            kept.append(Played(contender.name, at, result))
-            stream.write(json.dumps({"contender": contender.name, "at": at, **asdict(result)}) + "\n")
-            stream.flush()
-            report(len(kept), total)
-    return sorted(kept, key=lambda played: (played.contender, played.at, played.result.seed))
-
-
-def read_games(file: Path) -> dict[tuple[str, float, int], Played]:
-    """The games of a file by contender, time and seed; of two alike the later one. A line cut off does not count.
-
-    Raises:
-        RidgelineError: the file is damaged.
-    """
-    if not file.exists():
-        return {}
-    found = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            continue
-        try:
-            values = json.loads(line)
-            contender, at = str(values.pop("contender")), float(values.pop("at"))
-            result = read(GameResult, values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RidgelineError(f"line {number} of {file} is no game ({error}); delete that line") from error
-        found[contender, at, result.seed] = Played(contender, at, result)
-    return found
+    report(0, total)
+    for index, result in play_jobs(jobs, processes=processes, timeout=timeout, ledger=Ledger(folder / GAMES)):
+        played.append(Played(jobs[index].key["contender"], jobs[index].key["at"], result))
+        report(len(played), total)
+    return sorted(played, key=lambda game: (game.contender, game.at, game.result.seed))

@@ -1,0 +1,76 @@
+"""Finished games on disk, one JSON line each, so that none is played twice and none is lost with its process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ridgeline.errors import RidgelineError
+from ridgeline.models.reader import read
+from ridgeline.play.rollout import GameResult
+
+Key = Mapping[str, Any]
+_RESULT = {field.name for field in fields(GameResult)}
+
+
+class Ledger:
+    """A file of games. What is in it is read once, at the start; lines are appended and flushed at once.
+
+    Args:
+        file: made with its first game. A last line that an interruption cut off does not count.
+
+    Raises:
+        RidgelineError: the file holds something else, or cannot be read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._games: dict[tuple[str, int, int], GameResult] = {}
+        self._length = 0  # of its whole lines, in bytes
+        try:
+            content = file.read_bytes() if file.exists() else b""
+        except OSError as error:
+            raise RidgelineError(f"{file} cannot be read ({error.strerror}); choose another file of games") from error
+        for number, line in enumerate(content.splitlines(keepends=True), start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                values = json.loads(line)
+                result = read(GameResult, {name: values.pop(name) for name in _RESULT & values.keys()})
+            except (ValueError, TypeError, AttributeError) as error:
+                raise RidgelineError(f"line {number} of {file} is no game ({error}); choose another file") from error
+            self._games[_word(values), result.level, result.seed] = result
+            self._length += len(line)
+
+    def find(self, key: Key, level: int, seeds: Iterable[int]) -> list[GameResult] | None:
+        """The games of these seeds at a level, or None if one of them is missing."""
+        found = [self._games.get((_word(key), level, seed)) for seed in seeds]
+        return [result for result in found if result] if all(found) else None
+
+    def add(self, key: Key, result: GameResult) -> None:
+        """Keep a game.
+
+        Args:
+            key: what it depends on beside seed and level, as JSON can hold it.
+            result: how it ended.
+
+        Raises:
+            RidgelineError: the file cannot be written.
+        """
+        line = json.dumps({**key, **asdict(result)}).encode() + b"\n"
+        try:
+            with self.file.open("r+b" if self.file.exists() else "wb") as stream:
+                stream.seek(self._length)  # over what was left of a line
+                stream.write(line)
+                stream.truncate()
+        except OSError as error:
+            raise RidgelineError(f"cannot write {self.file}: {error.strerror}; choose another file of games") from error
+        self._length += len(line)
+        self._games[_word(key), result.level, result.seed] = result
+
+
+def _word(key: Key) -> str:
+    return json.dumps(key, sort_keys=True)
