@@ -18,7 +18,9 @@ CASES = {  # name: (M, N, K, epilogue)
     "up": (M_BIG, 2048, 512, "gelu"),
     "dgelu": (M_BIG, 2048, 512, "derivative"),
     "qkv": (M_BIG, 1536, 512, "bias"),
-    "out": (M_BIG, 512, 512, "residual"),
+    "out": (M_BIG, 512, 512, "plain"),
+    "out_dgrad": (M_BIG, 512, 512, "dgrad"),
+    "out_residual": (M_BIG, 512, 512, "residual"),
     "down": (M_BIG, 512, 2048, "residual"),
     "small_up": (8192, 1024, 256, "gelu"),
     "small_dgelu": (8192, 1024, 256, "derivative"),
@@ -50,11 +52,13 @@ def problem(M, N, K, epilogue):
         return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
     x, bias, c = draw(M, K), draw(N), draw(M, N)
-    back = epilogue == "derivative"
+    back = epilogue in ("derivative", "dgrad")
     w = draw(K, N, scale=K**-0.5) if back else draw(N, K, scale=K**-0.5)
     out, pre = draw(M, N), draw(M, N)
     masks = Masks(P, DropoutState(torch.tensor([5, 9], device="cuda"), 3), 2, T)
     extra = {
+        "plain": {},
+        "dgrad": {"transposed_b": True},
         "bias": {"bias_N": bias},
         "gelu": {"bias_N": bias, "gelu": "exact", "pre_MN": pre},
         "residual": {"bias_N": bias, "residual_MN": c, "masks": masks},
@@ -72,6 +76,8 @@ def problem(M, N, K, epilogue):
 
     def reference(rows, dtype):
         y = x[rows].to(dtype) @ (w if back else w.t()).to(dtype)
+        if epilogue in ("plain", "dgrad"):
+            return y
         if back:
             u = c[rows].to(dtype).requires_grad_()
             return y * torch.autograd.grad(F.gelu(u).sum(), u)[0]

@@ -4,8 +4,8 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 `aligned_empty`.
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
-impl="cuda"   what an H200 did fastest: with a bias, GELU or its derivative and an inner size up to 512, the product
-              with its weights in registers (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says
+impl="cuda"   what an H200 did fastest: without a residual and with an inner size up to 512, the product with its
+              weights in registers (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def forward_raw(
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
-    if impl == "cuda" and epilogue in ("bias", "gelu") and x_NK.shape[1] <= stationary.LARGEST_K:
+    if impl == "cuda" and residual_NM is None and x_NK.shape[1] <= stationary.LARGEST_K:
         stationary.stationary(x_NK, weight_MK, out_NM, bias_N=bias_M, gelu=gelu, pre_MN=pre_NM)
         return
     config = gemm.choose(out_NM.shape[0], out_NM.shape[1], x_NK.shape[1], epilogue) if impl == "cuda" else None
@@ -87,7 +87,7 @@ def input_gradient_raw(
     Returns:
         With `pre_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the bias in pre).
     """
-    if impl == "cuda" and pre_NK is not None and dy_NM.shape[1] <= stationary.LARGEST_K:
+    if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, gelu=gelu, gelu_input_MN=pre_NK)
     epilogue: gemm.Epilogue = "plain" if pre_NK is None else "derivative"
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], dy_NM.shape[1], epilogue)
