@@ -19,6 +19,7 @@ from ridgeline.data.api import load_dataset, prepare_melee
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.melee import store as store_module
 from ridgeline.data.melee.replay import read_replay
+from ridgeline.data.order import Order
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, DataError
 from ridgeline.games import game
@@ -121,7 +122,7 @@ def test_windows_hold_what_the_replay_holds(folder, prepared, stride, delay):
         seat_of[table] = earlier
     window = WindowSpec(context=256, stride=stride, delay=delay)
     batches = Batches(data, window, batch=64, seed=1)
-    index, word = batches._order.at(0, 64)
+    index, word = Order(batches.windows.train_windows, seed=1).at(0, 64)
     starts, counts = batches.windows.train(index, word)
     batch = batches.next()
     for b in range(64):
@@ -143,7 +144,7 @@ def test_the_first_label_of_a_window_does_not_depend_on_where_it_starts(prepared
     _, data = prepared
     window = WindowSpec(context=32)
     batches = Batches(data, window, batch=2000, seed=0)
-    starts, counts = batches.windows.train(*batches._order.at(0, 2000))
+    starts, counts = batches.windows.train(*Order(batches.windows.train_windows, seed=0).at(0, 2000))
     targets = batches.next()["targets"].numpy()
     seen = {}
     for b in range(2000):

@@ -152,7 +152,7 @@ def test_text_windows_cover_an_epoch_once_and_move_between_epochs(tmp_path):
     batches = Batches(data, window, batch=windows.train_windows, seed=1)
     offsets = set()
     for _ in range(8):
-        order, word = batches._order.at(batches.position, batches.batch)
+        order, word = batches.order.at(batches.position, batches.batch)
         start, count = windows.train(order, word)
         batch = batches.next()
         assert (np.sort(start) - start.min()).tolist() == list(range(0, 27 * 32, 32))

@@ -285,6 +285,27 @@ def attention_cases() -> dict[str, Case]:
     return {name: Case(kernel, pointers(text), *more) for name, (kernel, text, *more) in launches.items()}
 
 
+def window_cases() -> dict[str, Case]:
+    from ridgeline.ops.windows import triton as windows
+
+    numbers = ("count", "rows", "columns", "batch", "offset", "context", "stride", "offsets", "games")
+    scalars = {"seed": "i64", **dict.fromkeys(numbers, "i32")}
+    one_warp, gather = Launch(rows=1, warps=1), Launch(rows=1, warps=windows.GATHER_WARPS)
+    drawn = "i64 seed_step start count"
+    rows = {"context": "i32/16", "stride": "i32", "shift": "i32"}
+    return {
+        "text windows": Case(
+            windows.place_kernel, pointers(drawn) | dict.fromkeys(("ends_ptr", "frames_ptr", "first_ptr"), ""),
+            scalars, {}, one_warp,
+        ),
+        "game windows": Case(windows.place_kernel, pointers(f"{drawn} ends frames first"), scalars, {}, one_warp),
+        "gather": Case(
+            windows.gather_kernel, pointers("u16 data; i64 out start count"), rows,
+            {"INNER": 3, "TARGETS": True, "BLOCK": windows.GATHER_BLOCK}, gather,
+        ),
+    }  # fmt: skip
+
+
 def all_cases() -> dict[str, Case]:
     """Every launch by name."""
     return (
@@ -294,6 +315,7 @@ def all_cases() -> dict[str, Case]:
         | embedding_cases()
         | optimizer_cases()
         | attention_cases()
+        | window_cases()
     )
 
 

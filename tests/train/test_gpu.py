@@ -59,6 +59,21 @@ def test_auto_is_best_and_says_what_it_does(on_card):
     assert again.config.lanes == result.config.lanes
 
 
+def test_batches_drawn_on_the_card_train_as_those_of_the_host(on_card, monkeypatch):
+    said = io.StringIO()
+    train(on_card, console=Console(file=said, width=400))
+    assert "batches drawn on the card" in said.getvalue()
+    monkeypatch.setattr("ridgeline.train.engines.fits", lambda batches, device: False)
+    train(override(on_card, {"out": "host"}), console=Console(file=said, width=400))
+    assert "batches from the host" in said.getvalue()
+    assert torch.equal(losses("run"), losses("host"))
+
+
+def test_muon_trains_on_the_card(on_card):
+    result = train(override(on_card, {"optimizer": {"algorithm": "muon"}}))
+    assert result.progress.val_loss < losses("run")[0] - 0.3
+
+
 def test_an_interval_without_steps_does_not_disturb_the_clock(on_card):
     result = train(override(on_card, {"minutes": 0.02, "eval_interval": 10**6, "engine": "graph"}))
     assert 1.2 <= result.progress.seconds < 20

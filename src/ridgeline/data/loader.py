@@ -54,7 +54,7 @@ class Batches:
         self.windows = windows_of(data, window)
         self.batch, self.rank, self.share = batch, rank, _share(batch, world)
         self.position = 0
-        self._order = Order(self.windows.train_windows, seed)
+        self.order = Order(self.windows.train_windows, seed)
 
     def next(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The next batch, or this process' share of it.
@@ -68,10 +68,14 @@ class Batches:
             "numbers": [B, T, N], "previous": [B, T, heads], "targets": [B, T, heads]}, without categories or numbers
             where the game has none. Targets of −100 do not count.
         """
-        index_B, word_B = self._order.at(self.position + self.rank * self.share, self.share)
+        index_B, word_B = self.order.at(self.position + self.rank * self.share, self.share)
         batch = _gather(self.windows, *self.windows.train(index_B, word_B), out)
         self.position += self.batch
         return batch
+
+    def skip(self) -> None:
+        """Passes over the next batch, which has been drawn elsewhere."""
+        self.position += self.batch
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         while True:
@@ -81,7 +85,7 @@ class Batches:
         """The position in the data, for JSON."""
         return {
             "position": self.position,
-            "seed": self._order.seed,
+            "seed": self.order.seed,
             "window": dataclasses.asdict(self.windows.window),
             "fingerprint": self.windows.fingerprint,
         }

@@ -28,8 +28,8 @@ class Order:
     def __init__(self, count: int, seed: int) -> None:
         self.count = count
         self.seed = seed
-        self._columns = math.isqrt(count - 1) + 1  # ceil(sqrt(count)): few cells lie past the count
-        self._rows = -(-count // self._columns)
+        self.columns = math.isqrt(count - 1) + 1  # ceil(sqrt(count)): few cells lie past the count
+        self.rows = -(-count // self.columns)
 
     def at(self, start: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
         """Samples start … start + length − 1.
@@ -53,11 +53,11 @@ class Order:
         return Philox(key=np.array([self.seed, epoch], dtype=np.uint64)).random_raw(ROUNDS + 1)
 
     def _permute(self, cell_B: NDArray[np.int64], words_BK: NDArray[np.uint64]) -> NDArray[np.int64]:
-        row_B, column_B = np.divmod(cell_B, self._columns)
+        row_B, column_B = np.divmod(cell_B, self.columns)
         for r in range(0, ROUNDS, 2):
-            row_B = (row_B + _hash(column_B, words_BK[:, r], self._rows)) % self._rows
-            column_B = (column_B + _hash(row_B, words_BK[:, r + 1], self._columns)) % self._columns
-        return row_B * self._columns + column_B
+            row_B = (row_B + _hash(column_B, words_BK[:, r], self.rows)) % self.rows
+            column_B = (column_B + _hash(row_B, words_BK[:, r + 1], self.columns)) % self.columns
+        return row_B * self.columns + column_B
 
 
 def _hash(value_B: NDArray[np.int64], key_B: NDArray[np.uint64], below: int) -> NDArray[np.int64]:

@@ -1,68 +1,91 @@
-"""Batches of games gathered on the device, where the whole data set lies: for data too small to be worth a copy a step.
-
-A batch of 512 windows of 256 states with a hundred numbers each is 50 MB, which a core gathers in 30 ms or more; a card
-does it in a tenth of a millisecond, and the host only says where the windows begin.
-"""
+"""Data that lies on the card: a step draws its batches there, inside its CUDA graph, and the host prepares none."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ridgeline.data.games import GameData
 from ridgeline.data.loader import Batches
-from ridgeline.data.window import WindowSpec
-from ridgeline.models.language import IGNORE
+
+LIMIT = 8 * 2**30  # bytes of a data set that may lie on a card
+SHARE = 4  # at most one in so many of the bytes that are free there
 
 
-class ResidentBatches(Batches):
-    """`Batches` of games whose tensors are on a device, equal to those of `Batches` in every bit.
+def fits(batches: Batches, device: torch.device) -> bool:
+    """Whether the data set is small enough to lie on the card beside a step."""
+    size = batches.windows.resident().nbytes
+    return size <= LIMIT and SHARE * size <= torch.cuda.mem_get_info(device)[0]
+
+
+class ResidentBatches:
+    """The batches of `Batches`, the same samples in the same order, drawn on the device.
 
     Args:
-        data: games.
-        window: what a window is.
-        batch: windows a batch (B).
-        seed: of the shuffle.
-        device: where the data lies and the batches are made.
+        batches: at the position step · batch, where the step is the device's own count.
+        device: of the step.
+
+    Attributes:
+        tensors: the batch, at fixed addresses: the names, shapes and dtypes of `Batches.next`.
     """
 
-    def __init__(
-        self, data: GameData, window: WindowSpec, *, batch: int, seed: int = 0, device: torch.device | str
-    ) -> None:
-        super().__init__(data, window, batch=batch, seed=seed)
-        arrays: dict[str, NDArray[Any]] = {
-            "categories": data.categories.astype(np.int32),  # PyTorch gathers no uint16
-            "numbers": data.numbers,
-            "previous": data.controller,
-            "targets": data.target,
-        }
-        self._rows = {
-            name: torch.from_numpy(np.array(array)).to(device) for name, array in arrays.items() if array.shape[1]
-        }
-        self._position_T = torch.arange(window.context, device=device)
+    def __init__(self, batches: Batches, device: torch.device) -> None:
+        from ridgeline.ops.windows.triton import Drawn, place_buffers  # imports Triton
 
-    def next(self, out: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """The next batch, see Batches; `out` is for batches on the host and is not taken."""
-        assert out is None
-        index_B, word_B = self._order.at(self.position, self.batch)
-        self.position += self.batch
-        both_2B = torch.from_numpy(np.stack(self.windows.train(index_B, word_B)))
-        if self._position_T.is_cuda:
-            both_2B = both_2B.pin_memory()
-        start_B, count_B = both_2B.to(self._position_T.device, non_blocking=True)
-        return self._gather(start_B[:, None], count_B[:, None])
+        windows, order, B = batches.windows, batches.order, batches.share
+        resident = windows.resident()
+        kept = {id(array): _on(array, device) for array in resident.arrays.values()}
+        self._data = {name: kept[id(array)] for name, array in resident.arrays.items()}
+        self._shifts = resident.shifts
+        games = [None] * 3 if resident.games is None else _on(resident.games, device).unbind()
+        self._drawn = Drawn(
+            seed=order.seed,
+            windows=order.count,
+            rows=order.rows,
+            columns=order.columns,
+            batch=batches.batch,
+            offset=batches.rank * B,
+            context=windows.window.context,
+            stride=windows.window.stride,
+            offsets=resident.offsets,
+            ends_G=games[0],
+            frames_G=games[1],
+            first_G=games[2],
+        )
+        self._start_B, self._count_B = place_buffers(B, device)
+        shape = (B, windows.window.context)
+        self.tensors = {
+            name: torch.zeros(shape + field.inner, dtype=_torch(field.dtype), device=device)
+            for name, field in windows.fields.items()
+        }
 
-    def _gather(self, start_B1: Tensor, count_B1: Tensor) -> dict[str, Tensor]:
-        window, position_T = self.windows.window, self._position_T
-        last_B1 = (count_B1 - 1).clamp(min=0)
-        rows_BT = start_B1 + window.stride * torch.minimum(position_T, last_B1)
-        batch = {}
-        for name, rows in self._rows.items():
-            part = rows[rows_BT + window.delay if name == "targets" else rows_BT]
-            batch[name] = part if part.is_floating_point() else part.long()
-        batch["targets"].masked_fill_((position_T >= count_B1)[..., None], IGNORE)
-        return batch
+    def draw(self, seed_step: Tensor) -> None:
+        """Fills `tensors` with the batch of a step: int64[2] on the device, whose second number is the step's."""
+        from ridgeline.ops.windows.triton import gather_raw, place_raw
+
+        place_raw(self._drawn, seed_step, self._start_B, self._count_B)
+        for name, out in self.tensors.items():
+            gather_raw(
+                self._data[name],
+                out.view(*out.shape[:2], -1),
+                self._start_B,
+                self._count_B,
+                stride=self._drawn.stride,
+                shift=self._shifts[name],
+                targets=name == "targets",
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data on the device."""
+        return sum({t.data_ptr(): t.numel() * t.element_size() for t in self._data.values()}.values())
+
+
+def _on(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    """A copy on the device, through memory of the host's own: the array may be mapped from a file."""
+    return torch.from_numpy(np.array(array)).to(device)
+
+
+def _torch(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

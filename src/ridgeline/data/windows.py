@@ -47,6 +47,28 @@ class Field(NamedTuple):
     least: np.dtype[Any]
 
 
+class Resident(NamedTuple):
+    """The rows of a data set as they can lie on a card, and what its training windows are made of.
+
+    Attributes:
+        arrays: name of each tensor of a batch → its rows [N, …].
+        shifts: name → rows by which its values lie later than the window's positions.
+        offsets: positions among which a text's epoch chooses where its windows begin; 0 for games.
+        games: int64 [3, G], of each training game: windows up to its end, frames that have a target, and its first row;
+            None for a text.
+    """
+
+    arrays: dict[str, NDArray[Any]]
+    shifts: dict[str, int]
+    offsets: int
+    games: NDArray[np.int64] | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; one that has two names counts once."""
+        return sum({id(array): array.nbytes for array in self.arrays.values()}.values())
+
+
 class Windows(Protocol):
     """What the batches need of a kind of data.
 
@@ -72,6 +94,9 @@ class Windows(Protocol):
 
     def gather(self, start_B: Starts, count_B: Counts, out: Batch) -> None:
         """Write the windows into arrays of shape (B, T, …)."""
+
+    def resident(self) -> Resident:
+        """What a card needs to draw the training windows itself."""
 
 
 class TextWindows:
@@ -118,6 +143,11 @@ class TextWindows:
         out["tokens"][...] = rows_BT[:, :-1]
         out["targets"][...] = rows_BT[:, 1:]
         out["targets"][np.arange(T) >= count_B[:, None]] = IGNORE
+
+    def resident(self) -> Resident:
+        """See Windows."""
+        tokens = self._data.tokens
+        return Resident({"tokens": tokens, "targets": tokens}, {"tokens": 0, "targets": 1}, self._offsets, None)
 
 
 class GameWindows:
@@ -182,6 +212,12 @@ class GameWindows:
             rows = rows_BT + self.window.delay if name == "targets" else rows_BT
             out[name][...] = array.take(rows, axis=0)
         out["targets"][position_T >= count_B[:, None]] = IGNORE
+
+    def resident(self) -> Resident:
+        """See Windows."""
+        shifts = {name: self.window.delay if name == "targets" else 0 for name in self._arrays}
+        games = np.stack([self._ends, self._frames[False], self._first[False]])
+        return Resident(self._arrays, shifts, 0, games)
 
     def _positions(self, frames: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions that fit into so many frames, at most T."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,6 +36,20 @@ def tensors_of(batch: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
 def signature(leaves: list[Tensor], spec: pytree.TreeSpec) -> Signature:
     """What a captured step depends on: the nest, shapes and dtypes."""
     return spec, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Batches that the device draws itself, as ridgeline.data's ResidentBatches does.
+
+    Attributes:
+        tensors: the batch, at fixed addresses on the step's device.
+    """
+
+    tensors: Mapping[str, Tensor]
+
+    def draw(self, seed_step: Tensor) -> None:
+        """Fills `tensors` for a step, whose number is the second of `seed_step`, int64[2] on the device."""
 
 
 class _Slot:
@@ -81,6 +96,9 @@ class Feed:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return self._staging
 
+    def draw(self, seed_step: Tensor) -> None:
+        """The first call of a step's program: nothing, where `load` has brought the batch."""
+
     def load(self, leaves: list[Tensor]) -> None:
         """Makes `leaves` the batch of the next step. Asynchronous on CUDA; see the class for the contract."""
         if self.device.type == "cpu" or all(leaf.device == self.device for leaf in leaves):
@@ -124,3 +142,21 @@ class Feed:
         if dtype is not None:
             pieces = [t.to(dtype) if t.is_floating_point() else t for t in pieces]
         return pytree.tree_unflatten(pieces, self.spec)
+
+
+class DrawnFeed(Feed):
+    """The static tensors of a source, which fills them inside the step."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        leaves, spec = tensors_of(dict(source.tensors))
+        if any(leaf.device != device for leaf in leaves):
+            raise ConfigError(f"the source's batch is on {leaves[0].device}, the step on {device}")
+        self.spec, self.device, self.static, self.source = spec, device, leaves, source
+        self._staging = None
+
+    def draw(self, seed_step: Tensor) -> None:
+        """Has the source draw the step's batch."""
+        self.source.draw(seed_step)
+
+    def load(self, leaves: list[Tensor]) -> None:
+        """Nothing: the batch is drawn inside the step."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ridgeline.engine.capture import Capture, CudaCapture, Program, choose_capture, reason
 from ridgeline.engine.diagnose import first_bad
 from ridgeline.engine.distributed import Replicas
-from ridgeline.engine.feed import Feed, Signature, signature, tensors_of
+from ridgeline.engine.feed import DrawnFeed, Feed, Signature, Source, signature, tensors_of
 from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.passes import Cut, Passes
 from ridgeline.engine.phases import END, Marks, measure, no_mark
@@ -152,7 +152,7 @@ class TrainStep:
             loss_scale=self.update.loss_scale,
         )
         self._capture = choose_capture(capture, self.device)
-        self._shapes: dict[tuple[Signature, bool], _Prepared] = {}
+        self._shapes: dict[tuple[Signature, bool, Source | None], _Prepared] = {}
         self._activations = 0
         self._last: _Prepared | None = None
 
@@ -163,6 +163,7 @@ class TrainStep:
 
     def _program(self, feed: Feed, reduction: Reduction | None) -> Program:
         def run() -> None:
+            feed.draw(self.update.seed_step)
             self.passes(feed, reduction)
             if reduction is not None:
                 self.passes.mark("all-reduce")  # what of it the backward pass has not hidden
@@ -174,16 +175,20 @@ class TrainStep:
         return run
 
     def __call__(self, batch: Any) -> None:
-        """Trains on `batch`: a tensor or a nest of tensors [samples, …], on the host or on the model's device."""
-        leaves, spec = tensors_of(batch)
-        key = (signature(leaves, spec), self.model.training)
+        """Trains on `batch`: a tensor or a nest of tensors [samples, …], on the host or on the model's device.
+
+        A `Source` in its place draws the batch inside the step, from the step's own number.
+        """
+        source = batch if isinstance(batch, Source) else None
+        leaves, spec = tensors_of(batch if source is None else dict(source.tensors))
+        key = (signature(leaves, spec), self.model.training, source)
         if key not in self._shapes:
-            self._shapes[key] = self._prepare(leaves, spec)
+            self._shapes[key] = self._prepare(leaves, spec, source)
         self._last = self._shapes[key]
         self._last.feed.load(leaves)
         self._last.program()
 
-    def _prepare(self, leaves: list[Tensor], spec: Any) -> _Prepared:
+    def _prepare(self, leaves: list[Tensor], spec: Any, source: Source | None) -> _Prepared:
         """Static buffers and program for a new batch shape."""
         shapes = ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
         if len(leaves[0]) % self.cut.pieces:
@@ -197,7 +202,7 @@ class TrainStep:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
         self.flat.check_views()
         try:
-            return self._make(leaves, spec)
+            return self._make(leaves, spec, source)
         except RidgelineError:
             raise
         except torch.OutOfMemoryError as error:
@@ -207,8 +212,11 @@ class TrainStep:
                 raise
             raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
 
-    def _make(self, leaves: list[Tensor], spec: Any) -> _Prepared:
-        feed = Feed(leaves, spec, self.device, prefetch=self._prefetch)
+    def _make(self, leaves: list[Tensor], spec: Any, source: Source | None) -> _Prepared:
+        if source is not None:
+            feed: Feed = DrawnFeed(source, self.device)
+        else:
+            feed = Feed(leaves, spec, self.device, prefetch=self._prefetch)
         reduction = Reduction(self.replicas, self.flat) if self.replicas.world > 1 else None
         program = self._program(feed, reduction)
         if self._capture is None:

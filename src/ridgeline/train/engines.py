@@ -8,6 +8,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from ridgeline.data.loader import Batches
+from ridgeline.data.resident import ResidentBatches, fits
 from ridgeline.engine import TrainStep
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.models import Model, build
@@ -187,3 +189,16 @@ def engine_step(
         accumulate=accumulate,
         seed=seed,
     )
+
+
+def resident_batches(config: TrainConfig, step: Step, batches: Batches) -> ResidentBatches | None:
+    """The batches as the card draws them inside the step; None where the host has to bring them.
+
+    That is on the CPU, under PyTorch's own step, under a rung that does without prefetching, without Triton, and for
+    data sets that are too large for the card (see `fits`).
+    """
+    if not isinstance(step, TrainStep) or step.device.type == "cpu" or not engine_called(config.engine).prefetch:
+        return None
+    if triton_missing(step.device) or not fits(batches, step.device):
+        return None
+    return ResidentBatches(batches, step.device)

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import math
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,23 @@ from ridgeline import checkpoint
 from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
+from ridgeline.data.resident import ResidentBatches
 from ridgeline.engine import Replicas, TrainStep
 from ridgeline.engine.distributed import together
 from ridgeline.errors import ConfigError
 from ridgeline.optim import learning_rate
-from ridgeline.train import state
+from ridgeline.train import state, words
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import build_model, find_device, fused_missing, make_step
+from ridgeline.train.engines import build_model, find_device, make_step, resident_batches
 from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
 from ridgeline.train.lanes import settle_lanes
 from ridgeline.train.meter import mfu_meter
-from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, amount, check_trackers, make_trackers
+from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import to_dict
 from ridgeline.train.state import Progress
 from ridgeline.train.validate import validate
 
-MIB = 2**20
 READ_SECONDS = 0.25  # between looks at the device's numbers: each look waits for it
 SMALLER = "lower --batch or raise --accumulation, or take a smaller model"
 READ_STEPS = 512  # at most so many steps between looks; a step keeps the numbers of the last 1,024
@@ -177,6 +177,7 @@ class _Run:
         self.model = build_model(self.config)
         self.step = make_step(self.model, self.config, world=world)
         self.progress = Progress()
+        self.resident: ResidentBatches | None = None
         self.file: MetricsFile | None = None
         self.trackers: list[Tracker] = []
         self._read, self._read_at = 0, 0.0
@@ -215,9 +216,12 @@ class _Run:
             state.write_config(folder, config)
             self.trackers = make_trackers(config.track, folder, done, to_dict(config))
             self.file = MetricsFile(folder, done)
-        self._introduce()
+        if self.batches.position == done * config.batch:  # which the card draws by the number of the step
+            self.resident = resident_batches(config, self.step, self.batches)
+        self.console.print(words.introduction(config, self.model, self.replicas.world, self._lanes), highlight=False)
+        bereaved = nullcontext() if self.replicas.world == 1 else last_words(words.bereaved(config, self.replicas.rank))
         try:
-            with Interrupt() as interrupt, self._bereaved(), without_gc(), self._live_line() as self.line:
+            with Interrupt() as interrupt, bereaved, without_gc(), self._live_line() as self.line:
                 self._loop(interrupt, fresh=fresh)
         finally:
             with ExitStack() as closing:  # each is closed, also where closing another fails
@@ -246,44 +250,6 @@ class _Run:
             interrupt.asked, self.progress.seconds = self.replicas.exchange(interrupt.asked, self.progress.seconds)
         return self.complete or interrupt.asked
 
-    def _bereaved(self) -> AbstractContextManager[None]:
-        """What is said when torchrun ends this process because of another one."""
-        if self.replicas.world == 1:
-            return nullcontext()
-        return last_words(
-            f"ridgeline: process {self.replicas.rank} was ended from outside, as torchrun does when another process of "
-            f"the run is gone; the last checkpoint {self.folder / state.LAST} is whole, go on with it by "
-            f"--resume {self.folder}"
-        )
-
-    def _introduce(self) -> None:
-        config, name = self.config, str(self.device)
-        if self.device.type == "cuda":
-            name = torch.cuda.get_device_name(self.device)
-        elif (threads := torch.get_num_threads()) > 1:
-            name = f"{name} ({threads} threads)"
-        if self.replicas.world > 1:
-            name = f"{self.replicas.world} × {name}"
-        size = amount(sum(parameter.numel() for parameter in self.model.parameters()))
-        how = config.engine
-        if how == "best":
-            how = f"best (fused blocks, {self._lanes})"
-        elif self.device.type == "cuda" and (missing := fused_missing(config)):
-            how = f"{how} (not the fused blocks: {missing})"
-        self.console.print(
-            f"{config.preset}: {size} parameters on {name}, {config.precision}, {how}, in {self.folder}",
-            highlight=False,
-        )
-
-    def _tell_first(self, seconds: float) -> None:
-        """After the first step: how long it took, compilation and capture included, and where the memory is."""
-        if not isinstance(self.step, TrainStep) or self.device.type != "cuda":
-            return
-        sizes = sorted(self.step.memory().items(), key=lambda item: -item[1])
-        parts = ", ".join(f"{name} {size / MIB:.0f}" for name, size in sizes if size >= MIB)
-        total = sum(size for _, size in sizes) / MIB
-        self.console.print(f"first step {seconds:.1f} s; {total:.0f} MiB on the card: {parts}", highlight=False)
-
     def _live_line(self) -> LiveLine:
         return LiveLine(self.console, self.config.preset, mfu_meter(self.config, cards=self.replicas.world))
 
@@ -293,15 +259,20 @@ class _Run:
         started = time.perf_counter()
         if config.minutes is not None:
             self.step.set_rate(learning_rate(config.optimizer, progress.step, self.share))
-        self.step(self.batches.next())
+        if self.resident is not None and isinstance(self.step, TrainStep):
+            self.step(self.resident)
+            self.batches.skip()
+        else:
+            self.step(self.batches.next())
         progress.step += 1
         progress.tokens += config.step_tokens
         looks = started - self._read_at >= READ_SECONDS or progress.step - self._read >= READ_STEPS
         if looks or any(self._due()):
             first = self._read_at == 0.0
             self._look(started)
-            if first:
-                self._tell_first(time.perf_counter() - started)
+            if first and isinstance(self.step, TrainStep) and self.device.type == "cuda":
+                told = words.first_step(self.step, self.resident, time.perf_counter() - started)
+                self.console.print(told, highlight=False)
         else:
             progress.seconds += time.perf_counter() - started
 
