@@ -9,15 +9,21 @@ from ridgeline.errors import UnsupportedError
 from ridgeline.games.melee.controls import Encoding
 from ridgeline.games.melee.features import MeleeEyes, encoding_of
 
-LEVELS = tuple(range(1, 10))
-
 
 class Adapter:
-    """See Game."""
+    """See Game; what a game in this process would have raises."""
 
     name = "melee"
-    levels = LEVELS
     heads = Encoding().heads
+
+    @property
+    def levels(self) -> NoReturn:
+        """See Game.
+
+        Raises:
+            UnsupportedError: always; the computer's level is the console's matter.
+        """
+        raise _elsewhere()
 
     def environment(self, level: int) -> NoReturn:
         """See Game.
@@ -25,14 +31,16 @@ class Adapter:
         Raises:
             UnsupportedError: always; a console needs a copy of the game.
         """
-        raise UnsupportedError(
-            "Melee is played on a console; give --game melee with --iso and --dolphin and no --level, see docs/melee.md"
-        )
+        raise _elsewhere()
 
     def eyes(self, features: Mapping[str, Any]) -> MeleeEyes:
         """See Game."""
         encoding_of(features)
         return MeleeEyes()
+
+
+def _elsewhere() -> UnsupportedError:
+    return UnsupportedError("Melee is played on a console: give --game melee, --iso and --dolphin, see docs/melee.md")
 
 
 GAME = Adapter()
