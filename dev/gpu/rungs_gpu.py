@@ -36,7 +36,7 @@ PLANS = {
     "relative": [RELATIVE],
     "ladder": [
         steps("hal-20m", "m0", "m1", "m3") + steps("gpt2-c256", *LADDER),
-        steps("hal-20m", "m2", "r16", "best") + steps("hal-5m", *LADDER),
+        steps("hal-20m", "m2", "r16", "best") + steps("hal-5m", *LADDER, "r16+recompute"),
     ],
     "singles": [steps("hal-20m", *SINGLES[at : at + 4]) for at in (0, 4, 8)] + [steps("gpt2-c256", *SINGLES)],
 }
@@ -45,7 +45,7 @@ ALL = [
     ("check, tiles, relative, ladder", CHECKS + steps("hal-20m", "m2", "r16") + TILES + RELATIVE),
     ("ladder", PLANS["ladder"][0]),
     *(("singles", jobs) for jobs in PLANS["singles"][:2]),
-    ("ladder", steps("hal-20m", "best") + steps("hal-5m", *LADDER)),
+    ("ladder", steps("hal-20m", "best") + steps("hal-5m", *LADDER, "r16+recompute")),
     *(("singles", jobs) for jobs in PLANS["singles"][2:]),
 ]  # fmt: skip
 

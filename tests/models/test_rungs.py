@@ -33,7 +33,7 @@ pytest.importorskip("triton")
 B, T = 2, 13
 TRUNK = {"layers": 1, "width": 32, "heads": 2, "context": T}
 LADDER = [*RUNGS, "fused"]
-SINGLES = ["m1+pointwise", "m1+attention", "m2+reuse", "m3+pointwise"]
+SINGLES = ["m1+pointwise", "m1+attention", "m2+reuse", "m3+pointwise", "r16+recompute", "r16-pointwise+recompute"]
 POLICY = PolicyConfig(
     decoder=DecoderConfig(**TRUNK, positions="relative", position_table=21, dropout=0.2),  # type: ignore[arg-type]
     categories=(Category(name="stage", rows=5, width=4), Category(name="action", rows=30, width=6, columns=2)),
@@ -216,7 +216,7 @@ def test_a_rung_is_the_one_before_with_its_changes() -> None:
         ("m2+capure", "did you mean capture"),
         ("m2+lanes", "unknown change"),
         ("m0-tiles", "no rung before m0"),
-        ("r16+lanes", "no rung after r16"),
+        ("r16+lanes", "known: recompute"),
         ("m2+", "unknown change"),
     ],
 )

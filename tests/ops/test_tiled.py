@@ -65,6 +65,9 @@ def test_gelu_in_the_epilogue_and_its_derivative(dtype: torch.dtype, gelu: str, 
     bias_M = draw(70, dtype=dtype, seed=2) if bias else None
     pre, out = (torch.empty(37, 70, device=DEVICE, dtype=dtype) for _ in range(2))
     product_raw(x_NK, weight_MK.t(), out, LARGE, epilogue=Epilogue(bias_N=bias_M, gelu=gelu, pre_MN=pre))  # type: ignore[arg-type]
+    alone = torch.empty_like(out)
+    product_raw(x_NK, weight_MK.t(), alone, LARGE, epilogue=Epilogue(bias_N=bias_M, gelu=gelu))  # type: ignore[arg-type]
+    assert torch.equal(alone, out)
 
     def forward(kind: torch.dtype) -> tuple[Tensor, Tensor]:
         wide = None if bias_M is None else bias_M.to(kind)

@@ -17,12 +17,12 @@ def _products() -> Launches:
     absent = dict.fromkeys(
         ("bias_ptr", "residual_ptr", "pre_ptr", "gelu_input_ptr", "sums_ptr", "seed_step_ptr"), None
     )  # fmt: skip
-    plain = {"ACCUMULATE": False, "THRESHOLD": 0, "C": 4, "TANH": False, "PRECISE": False, "EVEN": True}
+    plain = {"ACCUMULATE": False, "THRESHOLD": 0, "C": 4, "GELU": False, "TANH": False, "PRECISE": False, "EVEN": True}
     forward = ({"a_k": 1, "b_k": 1}, {"a_m": "i32/16", "b_n": "i32/16"})
     backward = ({"a_k": 1, "b_n": 1}, {"a_m": "i32/16", "b_k": "i32/16"})
     weights = ({"a_m": 1, "b_n": 1}, {"a_k": "i32/16", "b_k": "i32/16"})
     epilogues: dict[str, tuple[str, tuple[dict[str, Any], dict[str, str]], dict[str, Any]]] = {
-        "gelu": ("bf16 a b out bias pre", forward, {}),
+        "gelu": ("bf16 a b out bias pre", forward, {"GELU": True}),
         "residual": ("bf16 a b out bias residual; i64 seed_step", forward, {"THRESHOLD": 6554, "C": 512}),
         "derivative": ("bf16 a b out gelu_input; fp32 sums", backward, {}),
     }

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.models.fused.joins import Join, Joined, Norm, Slopes
-from ridgeline.models.rungs.products import add_bias, bias_gradient, input_gradient, product, tile_of
+from ridgeline.models.fused.mlp import MlpWeights
+from ridgeline.models.rungs.products import add_bias, bias_gradient, input_gradient, product, project, tile_of
 from ridgeline.models.rungs.run import Run
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.dropout.triton import dropout_raw
@@ -25,9 +26,9 @@ from ridgeline.ops.scope import scope
 
 
 class Hidden(NamedTuple):
-    """The MLP's pre-activation (under "fused" before its bias) and activation."""
+    """The MLP's pre-activation (None where the backward pass repeats its product) and activation."""
 
-    u_NF: Tensor
+    u_NF: Tensor | None
     a_NF: Tensor
 
 
@@ -127,38 +128,49 @@ def backward(run: Run, joined: Joined, join: Join, dh_NC: Tensor, dresidual_NC: 
     return Slopes(dr_NC, dbranch_NC)
 
 
-def hidden(run: Run, h_NC: Tensor, up_FC: Tensor, bias_F: Tensor | None) -> Hidden:
+def _before_gelu(run: Run, h_NC: Tensor, mlp: MlpWeights) -> Tensor:
+    """h Wᵀ + b; under "fused" without the bias, which goes with GELU."""
+    if run.rung.pointwise == "fused":
+        return product(run, "mlp_up", h_NC, mlp.up_FC)
+    return project(run, "mlp_up", h_NC, mlp.up_FC, mlp.up_bias_F)
+
+
+def hidden(run: Run, h_NC: Tensor, mlp: MlpWeights) -> Hidden:
     """The MLP's inside: u = h Wᵀ + b and gelu(u)."""
-    kind, form = run.config.gelu, run.rung.pointwise
-    if form == "epilogue":
-        u_NF = run.buffers.new(h_NC, h_NC.shape[0], up_FC.shape[0])
-        return Hidden(u_NF, product(run, "mlp_up", h_NC, up_FC, Epilogue(bias_N=bias_F, gelu=kind, pre_MN=u_NF)))
-    u_NF = product(run, "mlp_up", h_NC, up_FC)
-    if form == "unfused":
-        u_NF = add_bias(run, "mlp_up", u_NF, bias_F)
-    a_NF = run.buffers.new(u_NF, *u_NF.shape)
+    kind, rung, buffers = run.config.gelu, run.rung, run.buffers
+    if rung.pointwise == "epilogue":
+        u_NF = None if rung.recompute else buffers.new(h_NC, h_NC.shape[0], mlp.up_FC.shape[0])
+        epilogue = Epilogue(bias_N=mlp.up_bias_F, gelu=kind, pre_MN=u_NF)
+        return Hidden(u_NF, product(run, "mlp_up", h_NC, mlp.up_FC, epilogue))
+    u_NF = _before_gelu(run, h_NC, mlp)
+    a_NF = buffers.new(u_NF, *u_NF.shape)
     with scope("gelu"):
-        activation.bias_gelu_forward_raw(u_NF, bias_F if form == "fused" else None, a_NF, kind=kind)
-    return Hidden(u_NF, a_NF)
+        within = mlp.up_bias_F if rung.pointwise == "fused" else None
+        activation.bias_gelu_forward_raw(u_NF, within, a_NF, kind=kind)
+    if not rung.recompute:
+        return Hidden(u_NF, a_NF)
+    buffers.done(u_NF)
+    return Hidden(None, a_NF)
 
 
-def hidden_backward(run: Run, dz_NC: Tensor, down_CF: Tensor, u_NF: Tensor, bias_F: Tensor | None) -> Tensor:
+def hidden_backward(run: Run, dz_NC: Tensor, h_NC: Tensor, u_NF: Tensor | None, mlp: MlpWeights) -> Tensor:
     """The gradient of u, given that of the MLP's output. Spends u."""
     kind, form, new = run.config.gelu, run.rung.pointwise, run.buffers.new
+    u_NF = _before_gelu(run, h_NC, mlp) if u_NF is None else u_NF
     N, F = u_NF.shape
     sums_PF = None
     if form == "epilogue":
         sums_PF = new(dz_NC, row_tiles(N, tile_of(run.rung)), F, dtype=torch.float32)
         epilogue = Epilogue(gelu=kind, gelu_input_MN=u_NF, sums_PN=sums_PF)
-        du_NF = input_gradient(run, "mlp_down", dz_NC, down_CF, epilogue)
+        du_NF = input_gradient(run, "mlp_down", dz_NC, mlp.down_CF, epilogue)
     else:
-        da_NF, du_NF = input_gradient(run, "mlp_down", dz_NC, down_CF), new(u_NF, N, F)
-        within = bias_F if form == "fused" else None
+        da_NF, du_NF = input_gradient(run, "mlp_down", dz_NC, mlp.down_CF), new(u_NF, N, F)
+        within = mlp.up_bias_F if form == "fused" else None
         if within is not None:
             sums_PF = new(u_NF, activation.partial_rows(N, F, u_NF), F, dtype=torch.float32)
         with scope("gelu"):
             activation.bias_gelu_backward_raw(da_NF, u_NF, within, du_NF, sums_PF, kind=kind)
         run.buffers.done(da_NF)
-    bias_gradient(run, bias_F, du_NF if sums_PF is None else sums_PF)
+    bias_gradient(run, mlp.up_bias_F, du_NF if sums_PF is None else sums_PF)
     run.buffers.done(sums_PF, u_NF)
     return du_NF

@@ -8,7 +8,8 @@
     r16   loads under the products; pointwise work in the products' epilogues; attention in one sweep; two lanes
 
 Beside the rungs themselves, each change can stand alone: `m2+zero_fill` is m2 with that one change of the next rung,
-`m3-zero_fill` is m3 without that one of its own. All of them compute one function, the reference decoder's.
+`m3-zero_fill` is m3 without that one of its own, and `r16+recompute` is how the first article runs its smaller model.
+All of them compute one function, the reference decoder's.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Rung:
         capture: the whole step is one CUDA graph.
         prefetch: the next batch travels to the card while a step runs.
         lanes: pieces of a batch that run beside each other.
+        recompute: GELU's input is not kept: the backward pass repeats its product.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Rung:
     capture: bool
     prefetch: bool
     lanes: int
+    recompute: bool = False
 
 
 _M0 = Rung(
@@ -72,6 +75,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "m3": {"zero_fill": False, "reuse": True, "capture": True, "prefetch": True},
     "r16": {"tiles": "pipelined", "pointwise": "epilogue", "attention": "one-sweep", "lanes": 2},
 }
+BEYOND: dict[str, Any] = {"recompute": True}  # after the last rung
 
 
 def _climb() -> dict[str, Rung]:
@@ -86,17 +90,15 @@ _NAMES = list(RUNGS)
 
 
 def _single(rung: Rung, sign: str, change: str) -> Any:
-    """The value of one change: the next rung's with "+", the rung's before with "-"."""
+    """The value of one change: the next rung's with "+", that of the rung before with "-"."""
     place = _NAMES.index(rung.name)
-    after = place + 1 if sign == "+" else place
-    changes = CHANGES[_NAMES[after]] if 0 < after < len(_NAMES) else {}
+    ahead = [*CHANGES.values(), BEYOND]
+    changes = ahead[place] if sign == "+" else ahead[place - 1] if place else {}
+    if not changes:
+        raise UnsupportedError(f"{rung.name}{sign}{change}: there is no rung before {rung.name}")
     if change not in changes:
-        raise UnsupportedError(
-            f"{rung.name}{sign}{change}: {nearest(change, tuple(changes), 'change')}"
-            if changes
-            else f"{rung.name}{sign}{change}: there is no rung {'after' if sign == '+' else 'before'} {rung.name}"
-        )
-    return getattr(RUNGS[_NAMES[after if sign == "+" else place - 1]], change)
+        raise UnsupportedError(f"{rung.name}{sign}{change}: {nearest(change, tuple(changes), 'change')}")
+    return changes[change] if sign == "+" else getattr(RUNGS[_NAMES[place - 1]], change)
 
 
 def find_rung(name: str) -> Rung:

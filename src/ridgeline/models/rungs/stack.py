@@ -54,7 +54,7 @@ def block_forward(run: Run, layer: Layer, first: Joined) -> tuple[Saved, Joined]
     qkv_NQ = project(run, "qkv", first.h_NC, weights.qkv_QC, weights.qkv_bias_Q)
     mixed_NM = attention.forward(qkv_NQ, weights.relative_RD)
     middle = joins.branch(run, "out", mixed_NM, weights.out_CM, first.r_NC, layer.middle)
-    hidden = joins.hidden(run, middle.h_NC, mlp.up_FC, mlp.up_bias_F)
+    hidden = joins.hidden(run, middle.h_NC, mlp)
     last = joins.branch(run, "mlp_down", hidden.a_NF, mlp.down_CF, middle.r_NC, layer.after)
     return Saved(attention, mixed_NM, middle, hidden), last
 
@@ -67,7 +67,7 @@ def block_backward(run: Run, layer: Layer, first: Joined, saved: Saved, slopes: 
     weights, mlp, done = layer.weights, layer.weights.mlp, run.buffers.done
     weight_gradient(run, "mlp_down", mlp.down_CF, slopes.dbranch_NC, saved.hidden.a_NF)
     done(saved.hidden.a_NF)
-    du_NF = joins.hidden_backward(run, slopes.dbranch_NC, mlp.down_CF, saved.hidden.u_NF, mlp.up_bias_F)
+    du_NF = joins.hidden_backward(run, slopes.dbranch_NC, saved.middle.h_NC, saved.hidden.u_NF, mlp)
     done(_apart(slopes))
     weight_gradient(run, "mlp_up", mlp.up_FC, du_NF, saved.middle.h_NC)
     dh_NC = input_gradient(run, "mlp_up", du_NF, mlp.up_FC)

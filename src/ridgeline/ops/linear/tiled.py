@@ -68,8 +68,9 @@ def product_kernel(
     a_ptr, b_ptr, out_ptr, bias_ptr, residual_ptr, pre_ptr, gelu_input_ptr, sums_ptr, seed_step_ptr,
     site, sample_offset, T, kept, M, N, K, segment,
     a_u, a_m, a_k, b_u, b_k, b_n, out_u, out_s, out_m, more_m,
-    ACCUMULATE: tl.constexpr, THRESHOLD: tl.constexpr, C: tl.constexpr, TANH: tl.constexpr, PRECISE: tl.constexpr,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    ACCUMULATE: tl.constexpr, THRESHOLD: tl.constexpr, C: tl.constexpr, GELU: tl.constexpr, TANH: tl.constexpr,
+    PRECISE: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[u, s] (+)= epilogue(Σ over segment s of a[u] b[u]), fp32 sums."""
     tiles_n = tl.cdiv(N, COLUMNS)
@@ -106,9 +107,10 @@ def product_kernel(
             keep = hidden_keep_tile(key_0, key_1, sample_offset, m_0 + row, n_0 + column, T, C, THRESHOLD)
             sums = tl.where(keep, sums * kept, 0.0)
         sums += tl.load(residual_ptr + more, mask=inside, other=0.0).to(tl.float32)
-    if pre_ptr is not None:
-        stored = sums.to(pre_ptr.dtype.element_ty)
-        tl.store(pre_ptr + more, stored, mask=inside)
+    if GELU:
+        stored = sums.to(out_ptr.dtype.element_ty)
+        if pre_ptr is not None:
+            tl.store(pre_ptr + more, stored, mask=inside)
         sums = gelu(stored.to(tl.float32), TANH, PRECISE)
     if gelu_input_ptr is not None:
         pre = tl.load(gelu_input_ptr + more, mask=inside, other=0.0).to(tl.float32)
@@ -169,7 +171,8 @@ def product_raw(
         M, N, K, K if segment is None else segment,
         *a.stride(), *b.stride(), out.stride(0), out.stride(1) if segment is not None else 0, out.stride(-2),
         more.stride(-2),
-        ACCUMULATE=accumulate, THRESHOLD=threshold, C=N if threshold else 4, TANH=e.gelu == "tanh",
+        ACCUMULATE=accumulate, THRESHOLD=threshold, C=N if threshold else 4,
+        GELU=e.gelu is not None and e.gelu_input_MN is None, TANH=e.gelu == "tanh",
         PRECISE=out.dtype == torch.float32, EVEN=K % depth == 0, ROWS=rows, COLUMNS=columns, DEPTH=depth,
         STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
