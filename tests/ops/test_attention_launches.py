@@ -22,7 +22,7 @@ class Recorder:
         self.defines = defines
         return self
 
-    def kernel(self, name: str, kinds: str) -> "Recorder":
+    def kernel(self, name: str, kinds: str, *, patient: bool = False) -> "Recorder":
         self.launches[name] = {"kinds": kinds, "defines": self.defines}
         self.latest = self.launches[name]
         return self

@@ -133,7 +133,7 @@ def forward(
     B, T, H, D = q_BTHD.shape
     defines = _defines(q_BTHD, table_RD, drop) | {"WARPGROUPS": _FORWARD_GROUPS}
     blocks = defines["ROW_BLOCKS"]
-    kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS)
+    kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS, patient=True)
     tile = 128 * D
     relative = table_RD is not None
     smem = (
@@ -255,7 +255,8 @@ def backward(
         "RL_COLUMN_SUMS": int(column_sums is not None),
     }
     blocks = defines["ROW_BLOCKS"]
-    kernel = cuda.load(_SOURCES / "backward.cu", defines).kernel("attention_backward", _BACKWARD_KINDS)
+    module = cuda.load(_SOURCES / "backward.cu", defines)
+    kernel = module.kernel("attention_backward", _BACKWARD_KINDS, patient=True)
     kv_pitch = _pitch("dk", dk_BTGD)
     if _pitch("dv", dv_BTGD) != kv_pitch:
         raise UnsupportedError(f"dk and dv must have one row pitch, got {kv_pitch} and {_pitch('dv', dv_BTGD)}")

@@ -32,6 +32,8 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
     barrier_init_fence();
     fence_async();
   }
+  wait_for_previous();
+  let_next_start();
 #if RL_COLUMN_SUMS
   const int width = 4 * (heads + 2 * (heads / heads_per_group)) * D;
   for (int x = threadIdx.x; x < width; x += THREADS) column_sums[static_cast<i64>(blockIdx.x) * width + x] = 0.f;

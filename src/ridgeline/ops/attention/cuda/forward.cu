@@ -269,11 +269,13 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
       barrier_init(p.smem + BARRIERS_AT + 8 * b, b % (BLOCKS + 1) == BLOCKS && b < BARRIERS - 1 ? 4 : 1);
     barrier_init_fence();
     fence_async();
-    if (RELATIVE) {
-      barrier_expect(p.table_full(), BLOCKS * TILE);
-      for (int w = 0; w < BLOCKS; ++w)
-        copy_2d(p.smem + WINDOWS_AT + w * TILE, &table, 0, table_rows - 64 * (w + 1), p.table_full());
-    }
+  }
+  wait_for_previous();
+  let_next_start();
+  if (RELATIVE && threadIdx.x == 0) {
+    barrier_expect(p.table_full(), BLOCKS * TILE);
+    for (int w = 0; w < BLOCKS; ++w)
+      copy_2d(p.smem + WINDOWS_AT + w * TILE, &table, 0, table_rows - 64 * (w + 1), p.table_full());
   }
   sync_block();
   run(a, p);
