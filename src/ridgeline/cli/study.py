@@ -12,12 +12,13 @@ STUDIES = {  # name → module with run(arguments), what it answers
     "race": ("ridgeline.cli.study_race", "which contender plays well soonest: strength over training time"),
     "compare": ("ridgeline.cli.study_compare", "which model learns more: one recipe, tuned alike, several seeds"),
     "search": ("ridgeline.cli.study_search", "which sizes and settings reach a target soonest on this machine"),
+    "inversion": ("ridgeline.cli.study_inversion", "is one model eagerly faster than another compiled"),
 }
 
 USAGE = f"""\
 usage: ridgeline study STUDY [...]
 
-{chr(10).join(f"  {name:<9}{about}" for name, (_, about) in STUDIES.items())}
+{chr(10).join(f"  {name:<10}{about}" for name, (_, about) in STUDIES.items())}
 
 `ridgeline study STUDY --help` explains one; --json prints its result as one JSON object.
 """
