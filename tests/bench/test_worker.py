@@ -19,6 +19,7 @@ def worker():
                 "contender": "eager",
                 "device": "cpu",
                 "warm_s": 0.0,
+                "alone": True,
             }
         }
     )

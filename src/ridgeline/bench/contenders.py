@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.bench.peers import PEERS, peer_model
-from ridgeline.bench.workloads import Workload
-from ridgeline.engine import TrainStep
+from ridgeline.bench.workloads import Workload, random_batch
+from ridgeline.engine import TrainStep, choose_lanes
 from ridgeline.engine.distributed import launched
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models import build
@@ -32,6 +34,7 @@ from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig
 from ridgeline.train.config import ENGINES, Engine, engine_called
 from ridgeline.train.engines import engine_step, find_engine
+from ridgeline.train.lanes import CANDIDATES, measures_lanes
 from ridgeline.train.step import TorchStep
 
 OPTIMIZER = OptimizerConfig(lr=3e-4, weight_decay=0.1, clip=1.0)
@@ -118,7 +121,9 @@ def _explicit_attention(module: Attention, x_BTC: Tensor, dropout: DropoutState 
     return module.dropout(module.out((weights_BHTT @ v_BHTD).transpose(1, 2).flatten(2)), dropout)
 
 
-def build_step(contender: Contender, case: Workload, device: torch.device, *, capture: bool = True) -> Step:
+def build_step(
+    contender: Contender, case: Workload, device: torch.device, *, capture: bool = True, alone: bool = True
+) -> Step:
     """The contender's step on the workload's model, initialised alike for every contender.
 
     Args:
@@ -126,6 +131,7 @@ def build_step(contender: Contender, case: Workload, device: torch.device, *, ca
         case: the model and its precision.
         device: where.
         capture: False for a captured step's kernels launched call by call, so that a profile can tell them apart.
+        alone: nobody else is on the card, so that one lane can be measured against two where `train` would do it.
 
     Raises:
         UnsupportedError: it cannot run on this device or in this precision.
@@ -137,22 +143,34 @@ def build_step(contender: Contender, case: Workload, device: torch.device, *, ca
     if storage and not half:
         raise UnsupportedError(f"{contender.name}: {case.precision} has no {min(storage)}; ask for the plain contender")
     engine = contender.settings
+
+    def make(lanes: int | None = None) -> Step:
+        return engine_step(
+            engine,
+            _model(contender, case, device),
+            OPTIMIZER,
+            steps=None,
+            precision=f"{case.precision}-autocast" if engine.own and "autocast" in variants else case.precision,
+            lanes=lanes,
+            world=launched(),
+            own="copies" in variants,
+            capture=engine.capture and capture,
+        )
+
+    if alone and capture and device.type == "cuda" and measures_lanes(engine, launched()):
+        times = choose_lanes(cast(Callable[[int], TrainStep], make), random_batch(case, device), CANDIDATES)
+        return make(min(times, key=lambda lanes: times[lanes]))
+    return make()
+
+
+def _model(contender: Contender, case: Workload, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = (
-        peer_model(contender.peer, case) if contender.peer else build(case.model, impl=engine.impl, seed=0)
+        peer_model(contender.peer, case) if contender.peer else build(case.model, impl=contender.settings.impl, seed=0)
     )
     model = model.to(device).train()
-    if "explicit" in variants:
+    if "explicit" in contender.variants:
         for module in model.modules():
             if isinstance(module, Attention):
                 module.forward = types.MethodType(_explicit_attention, module)  # type: ignore[method-assign]
-    return engine_step(
-        engine,
-        model,
-        OPTIMIZER,
-        steps=None,
-        precision=f"{case.precision}-autocast" if engine.own and "autocast" in variants else case.precision,
-        world=launched(),
-        own="copies" in variants,
-        capture=engine.capture and capture,
-    )
+    return model

@@ -28,6 +28,7 @@ GROUPS = {
 layers: embedding, input, heads, loss, update."""
 SEPARATOR = " · "  # between phase and group
 PHASES = ("forward", "backward")
+UNTOLD = 0.1  # share of kernel time without a phase from which a table would mislead
 
 
 def group_of(op: str) -> str | None:
@@ -55,10 +56,13 @@ def kernel_groups(
         steps: how many steps.
 
     Returns:
-        None if the trace tells no kernel's phase, as on a CPU.
+        None if the trace does not tell the phases, as on a CPU or of graphs that torch.compile captures by itself.
     """
     to_op = KernelMap(config, batch, context)
     totals: dict[str, float] = {}
+    kernels = list(kernels)
+    if sum(k.duration for k in kernels if k.phase is None) > UNTOLD * sum(k.duration for k in kernels):
+        return None
     for kernel in kernels:
         group = group_of(to_op(kernel))
         if kernel.phase in PHASES and group is not None:

@@ -137,9 +137,8 @@ class Team:
         sizes = {"name": case.name, "batch": case.batch, "context": case.context, "precision": case.precision}
         for rank, worker in enumerate(self._workers):
             place = f"cuda:{rank}" if gpus > 1 and device.type == "cuda" else str(device)
-            worker.send(
-                {"build": {"workload_args": sizes, "contender": contender, "device": place, "warm_s": plan.warm_s}}
-            )
+            told = {"workload_args": sizes, "contender": contender, "device": place, "warm_s": plan.warm_s}
+            worker.send({"build": {**told, "alone": not plan.together}})
 
     def send(self, command: Mapping[str, Any]) -> None:
         """Gives all processes a command."""

@@ -216,6 +216,8 @@ def run_bench(
         UnsupportedError: more cards than there are.
     """
     names = check_run(contenders, device, gpus)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", 0)
     watch = monitor(device)
     bench = _Bench(case, device, plan or (Plan() if device.type == "cuda" else CPU_PLAN), watch, gpus, say)
     before = watch.read() if watch else None

@@ -3,7 +3,7 @@
 The parent writes one JSON object a line on standard input and reads one a line from the file descriptor given as
 the argument; standard output stays free for whatever libraries print.
 
-    {"build": {workload, contender, device}}  → {"first_step_s", "warm_steps"}
+    {"build": {workload, contender, device, …}}  → {"first_step_s", "warm_steps"}
     {"time": K, "at_least_s": S}              → {"times_ms": [...], "peak_memory_bytes"}
     {"phases": K}                             → {"phases_ms": {...}}
     {"profile": K}                            → {"overlap", "groups_ms_per_layer"}; the last command of a contender
@@ -51,7 +51,9 @@ class Worker:
         self.replicas = Replicas()
         self.joined = contextlib.ExitStack()
 
-    def build(self, *, workload_args: dict[str, Any], contender: str, device: str, warm_s: float) -> dict[str, Any]:
+    def build(
+        self, *, workload_args: dict[str, Any], contender: str, device: str, warm_s: float, alone: bool
+    ) -> dict[str, Any]:
         """Builds and warms the step up; the first step counts from the start of building it."""
         self.device, self.contender = torch.device(device), contender
         self.case = case = workload(**workload_args)
@@ -64,7 +66,7 @@ class Worker:
         self.batch = random_batch(case, place, seed=self.replicas.rank)
         self.replicas.exchange(False, 0.0)
         start = time.perf_counter()
-        self._take(build_step(chosen, case, self.device))
+        self._take(build_step(chosen, case, self.device, alone=alone))
         self._wait()
         first = time.perf_counter() - start
         return {"first_step_s": first, "warm_steps": warm_up(self._run, self.device, limit_s=warm_s, agree=self._agree)}

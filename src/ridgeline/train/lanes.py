@@ -18,7 +18,7 @@ import ridgeline
 from ridgeline.data import sources
 from ridgeline.data.loader import Batches
 from ridgeline.engine import TrainStep, choose_lanes
-from ridgeline.train.config import TrainConfig, engine_called
+from ridgeline.train.config import Engine, TrainConfig, engine_called
 from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.settings import to_dict
 
@@ -26,11 +26,17 @@ FOLDER = "lanes"
 CANDIDATES = (1, 2)
 
 
+def measures_lanes(engine: Engine, world: int) -> bool:
+    """Whether one lane is measured against two on a card, so that a benchmark does what a run would.
+
+    Only the fused blocks on a card alone are. Under torch.compile a second candidate would cost minutes, and with
+    several processes one lane lets gradients leave under the backward pass.
+    """
+    return engine.impl == "fused" and world == 1
+
+
 def settle_lanes(config: TrainConfig, batches: Batches, world: int = 1) -> tuple[TrainConfig, str]:
     """The config with its number of lanes decided, and in words how that came about.
-
-    Only the fused blocks on a card alone are measured. Under torch.compile a second candidate would cost minutes, and
-    with several processes one lane lets gradients leave under the backward pass.
 
     Args:
         config: resolved; lanes of 0 are to be decided.
@@ -40,7 +46,7 @@ def settle_lanes(config: TrainConfig, batches: Batches, world: int = 1) -> tuple
     if config.lanes:
         return config, _count(config.lanes)
     engine = engine_called(config.engine)
-    measured = engine.impl == "fused" and config.device.startswith("cuda") and world == 1
+    measured = config.device.startswith("cuda") and measures_lanes(engine, world)
     if not measured or config.batch % (2 * config.accumulation):
         return dataclasses.replace(config, lanes=engine.lanes), _count(engine.lanes)
     file = _file(config)
