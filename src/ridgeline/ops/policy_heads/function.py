@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ridgeline.ops.policy_heads import launch
 from ridgeline.ops.policy_heads.reference import HeadWeights
-from ridgeline.ops.sink import sink_of
+from ridgeline.ops.sink import GradientSink, sink_of
 
 FIELDS = len(HeadWeights._fields)
 
@@ -40,17 +40,18 @@ class PolicyHeads(torch.autograd.Function):
         multiplied = launch.products(passed, x_NC)
         gradients: list[Tensor | None] = []
         for place, head in zip(plan.heads, _heads(ctx.flat), strict=True):
-            targets, add, own = _targets(head)
+            sinks = [sink for sink in map(sink_of, head) if sink is not None]
+            targets, add, own = _targets(head, sinks)
             launch.weight_gradients(plan, place, head, multiplied, passed.sums, factors, targets, add=add)
+            for sink in [] if own else sinks:
+                sink.finished()
             gradients += targets if own else [None] * FIELDS
         return dx_NC, None, None, *gradients
 
 
-def _targets(head: HeadWeights) -> tuple[HeadWeights, bool, bool]:
+def _targets(head: HeadWeights, sinks: list[GradientSink]) -> tuple[HeadWeights, bool, bool]:
     """Where a head's gradients go, whether to add to what is there, and whether autograd is to have them."""
-    sinks = [sink_of(weight) for weight in head]
-    known = [sink for sink in sinks if sink is not None]
-    if len(known) < FIELDS:
+    if len(sinks) < FIELDS:
         return HeadWeights(*(torch.empty_like(weight) for weight in head)), False, True
-    taken = [sink.take() for sink in known]
+    taken = [sink.take() for sink in sinks]
     return HeadWeights(*(target for target, _ in taken)), taken[0][1], False
