@@ -27,12 +27,12 @@ from ridgeline.models.fused.joins import (
     Norm,
     Pass,
     Slopes,
+    input_gradient,
     linear,
     project_backward,
     project_forward,
 )
 from ridgeline.models.fused.mlp import Hidden, MlpWeights, mlp_backward, mlp_forward
-from ridgeline.ops.linear import products
 
 
 class BlockWeights(NamedTuple):
@@ -56,21 +56,13 @@ class Saved(NamedTuple):
     hidden: Hidden
 
 
-def project_qkv(run: Pass, h_NC: Tensor, weights: BlockWeights) -> Tensor:
-    """The joint projection (N, (H + 2 G) · D)."""
-    if run.choices.qkv == "torch":
-        return linear(h_NC, weights.qkv_QC, weights.qkv_bias_Q)
-    qkv_NQ = h_NC.new_empty(len(h_NC), len(weights.qkv_QC))
-    products.forward_raw(h_NC, weights.qkv_QC, qkv_NQ, bias_M=weights.qkv_bias_Q, impl="cuda")
-    return qkv_NQ
-
-
 def block_forward(
     run: Pass, weights: BlockWeights, first: Joined, after: Join, sites: tuple[int, int, int]
 ) -> tuple[Saved, Joined]:
     """From the results of the join before a block to those of the join `after` it."""
     attention = ATTENTION[run.choices.attention](run.config, run.shape, sites[0])
-    mixed_NM = attention.forward(project_qkv(run, first.h_NC, weights), weights.relative_RD)
+    qkv_NQ = linear(first.h_NC, weights.qkv_QC, weights.qkv_bias_Q, impl=run.choices.qkv)
+    mixed_NM = attention.forward(qkv_NQ, weights.relative_RD)
     between = Join(weights.out_bias_C, weights.norm_2, sites[1])
     middle = project_forward(run, mixed_NM, weights.out_CM, first.r_NC, between)
     hidden, last = mlp_forward(run, middle, weights.mlp, after)
@@ -95,7 +87,8 @@ def block_backward(
     middle = mlp_backward(run, behind, saved.middle, saved.hidden, weights.mlp, between, grads)
     grads.product(weights.out_CM, middle.dbranch_NC, saved.attention.mixed_NM, weights.out_bias_C)
     wants_sums = grads.unsummed(weights.qkv_bias_Q) is not None
-    attention = saved.attention.backward(middle.dbranch_NC @ weights.out_CM, bias=wants_sums)
+    dmixed_NM = input_gradient(middle.dbranch_NC, weights.out_CM, impl=run.choices.out)
+    attention = saved.attention.backward(dmixed_NM, bias=wants_sums)
     grads.deliver(weights.relative_RD, attention.dtable_RD)
     grads.product(weights.qkv_QC, attention.dqkv_NQ, first.h_NC, weights.qkv_bias_Q, attention.partials_PQ)
     return project_backward(run, attention.dqkv_NQ, weights.qkv_QC, middle.dr_NC, first, before, grads)

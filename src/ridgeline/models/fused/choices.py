@@ -10,6 +10,7 @@ import torch
 from ridgeline.models.config import DecoderConfig
 from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
+from ridgeline.ops.linear.stationary import LARGEST_K
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
 
@@ -22,6 +23,7 @@ class Choices:
         attention: "cuda" (short windows, Hopper), "triton" (any window) or "reference" (explicit, by autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
         qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
+        out: attention's output projection and its input gradient: "cuda" (weights in registers) or "torch" (cuBLAS).
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
@@ -32,6 +34,7 @@ class Choices:
     attention: str
     mlp: str
     qkv: str = "torch"
+    out: str = "torch"
     rows: frozenset[str] = frozenset()
     grouped: bool = False
     side_stream: bool = False
@@ -73,7 +76,8 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
-        qkv="cuda" if hopper and config.bias else "torch",
+        qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
+        out="cuda" if hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K else "torch",
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
         grouped=hopper and few and config.qkv_width % 8 == 0,
         side_stream=few,

@@ -15,7 +15,7 @@ from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.attention import Shape
 from ridgeline.models.fused.choices import Choices
 from ridgeline.models.fused.gradients import WeightGradients
-from ridgeline.ops.linear import Masks
+from ridgeline.ops.linear import Masks, products
 from ridgeline.ops.mlp import kernels as rows
 from ridgeline.ops.norm import triton as norms
 
@@ -59,9 +59,22 @@ class Slopes(NamedTuple):
     dbranch_NC: Tensor
 
 
-def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None) -> Tensor:
-    """x Wᵀ + b, by the vendor's GEMM."""
-    return torch.nn.functional.linear(x_NK, weight_MK, bias_M)
+def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, *, impl: str = "torch") -> Tensor:
+    """x Wᵀ + b, by the vendor's GEMM or, with "cuda", by ops/linear."""
+    if impl == "torch":
+        return torch.nn.functional.linear(x_NK, weight_MK, bias_M)
+    out_NM = x_NK.new_empty(len(x_NK), len(weight_MK))
+    products.forward_raw(x_NK, weight_MK, out_NM, bias_M=bias_M, impl=impl)
+    return out_NM
+
+
+def input_gradient(dy_NM: Tensor, weight_MK: Tensor, *, impl: str) -> Tensor:
+    """dy W, as `linear`."""
+    if impl == "torch":
+        return dy_NM @ weight_MK
+    dx_NK = dy_NM.new_empty(len(dy_NM), weight_MK.shape[1])
+    products.input_gradient_raw(dy_NM, weight_MK, dx_NK, impl=impl)
+    return dx_NK
 
 
 def _results(run: Pass, like_NC: Tensor, r_NC: Tensor) -> Joined:
@@ -97,7 +110,7 @@ def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Jo
 def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
     """The join of x Wᵀ: attention's output projection."""
     if "out" not in run.choices.rows:
-        return join_forward(run, linear(x_NK, weight_CK), residual_NC, join)
+        return join_forward(run, linear(x_NK, weight_CK, impl=run.choices.out), residual_NC, join)
     fused, out = rows_join(run, residual_NC, join)
     rows.project_forward_raw(x_NK, weight_CK, fused)
     return out
