@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two
-from ridgeline.ops.linear.products import weight_gradient_raw
+from ridgeline.ops.linear import unavailable
+from ridgeline.ops.linear.products import forward_raw, weight_gradient_raw
 from ridgeline.ops.policy_heads import triton as kernels
 from ridgeline.ops.policy_heads.layout import HeadPlace, Layout, layout
 from ridgeline.ops.policy_heads.reference import HeadWeights
@@ -115,7 +116,8 @@ def forward(
         config: launch of the head kernels; None for the frozen ones.
     """
     N, K = targets_NK.shape
-    p_NW = torch.mm(x_NC, packed.a_WC.t())
+    p_NW = x_NC.new_empty(N, plan.inner)
+    forward_raw(x_NC, packed.a_WC, p_NW, impl="torch" if unavailable("cuda", x_NC.device, x_NC.dtype) else "cuda")
     a_NW = torch.empty_like(p_NW) if gradient else p_NW
     side_NX = x_NC.new_empty(N, plan.side)
     dl_NV = x_NC.new_empty(N, plan.gradient) if gradient else side_NX
