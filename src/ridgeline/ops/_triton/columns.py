@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch
 
 
@@ -20,8 +21,10 @@ from ridgeline.ops._triton.support import Launch
 def column_sums_kernel(
     partials_ptr, out_ptr, index_ptr, stride, P, W,
     ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out[index[w]] (+)= Σ_p partials[p, w]."""
+    previous_done(EARLY)
     column = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = column < W
     rows = tl.arange(0, BLOCK_P)
@@ -71,5 +74,5 @@ def column_sums_raw(
     column_sums_kernel[(triton.cdiv(W, launch.columns),)](
         partials_PW, out, index_W, partials_PW.stride(0), P, W,
         ACCUMULATE=accumulate, BLOCK_P=launch.rows, BLOCK_W=launch.columns, STAGES=launch.stages,
-        num_warps=launch.warps,
+        num_warps=launch.warps, **early_launch(out.device),
     )  # fmt: skip

@@ -63,7 +63,7 @@ def compile_kernel(
         kernel: a `triton.jit` function.
         pointers: dtype of each tensor argument, as "*bf16".
         scalars: dtype of each scalar argument, as "i32"; divisible by 16 where it ends in "/16".
-        constants: constexpr arguments, and None for absent tensors.
+        constants: constexpr arguments, and None for absent tensors; EARLY is false unless given.
         architecture: compute capability without its dot.
         warps: warps of a program.
         stages: depth of software pipelines.
@@ -72,7 +72,7 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    scalars, constants = scalars or {}, constants or {}
+    scalars, constants = scalars or {}, {"EARLY": False} | (constants or {})
     aligned = [["tt.divisibility", 16]]
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
 from ridgeline.ops.cross_entropy.reference import IGNORE
 
@@ -27,8 +28,9 @@ MAX_PROGRAMS = 4096
 
 
 @triton.jit(do_not_specialize=["N"])
-def count_valid_kernel(targets_ptr, counts_ptr, N, stride, BLOCK: tl.constexpr):
+def count_valid_kernel(targets_ptr, counts_ptr, N, stride, BLOCK: tl.constexpr, EARLY: tl.constexpr = False):
     """Valid targets seen by each program."""
+    previous_done(EARLY)
     total = tl.zeros((BLOCK,), dtype=tl.int32)
     for tile in tl.range(tl.program_id(0), tl.cdiv(N, BLOCK), tl.num_programs(0)):
         row = tile * BLOCK + tl.arange(0, BLOCK)
@@ -51,11 +53,13 @@ def cross_entropy_kernel(
     logits_ptr, targets_ptr, dlogits_ptr, losses_ptr, counts_ptr, gradient_scale_ptr, N, stride, dstride,
     targets_stride, partials_ptr, partials_stride,
     V: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, COUNTS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Whole rows in a tile. This program's sum of losses and, where wanted, of the gradient's columns.
 
     Columns V … WIDTH − 1 of the gradient become 0.
     """
+    previous_done(EARLY)
     scale = row_scale(counts_ptr, gradient_scale_ptr, COUNTS)
     column_V = tl.arange(0, BLOCK_V)
     loss_R = tl.zeros((ROWS,), dtype=tl.float32)
@@ -94,11 +98,13 @@ def cross_entropy_wide_kernel(
     logits_ptr, targets_ptr, dlogits_ptr, losses_ptr, counts_ptr, gradient_scale_ptr, N, stride, dstride,
     targets_stride,
     V: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, BLOCK_V: tl.constexpr, COUNTS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One row at a time, two sweeps: each lane's running maximum and sum, then the gradient.
 
     A lane takes DEPTH elements a turn, so that it rescales its sum once for all of them.
     """
+    previous_done(EARLY)
     scale = row_scale(counts_ptr, gradient_scale_ptr, COUNTS)
     column_DV = (tl.arange(0, DEPTH) * BLOCK_V)[:, None] + tl.arange(0, BLOCK_V)[None, :]
     loss = 0.0
@@ -135,8 +141,11 @@ def cross_entropy_wide_kernel(
 
 
 @triton.jit(do_not_specialize=["P"])
-def mean_loss_kernel(losses_ptr, counts_ptr, loss_ptr, P, BLOCK: tl.constexpr, COUNTS: tl.constexpr):
+def mean_loss_kernel(
+    losses_ptr, counts_ptr, loss_ptr, P, BLOCK: tl.constexpr, COUNTS: tl.constexpr, EARLY: tl.constexpr = False
+):
     """loss = Σ partial losses / #valid, in a fixed order."""
+    previous_done(EARLY)
     rows = tl.arange(0, BLOCK)
     total_B = tl.zeros((BLOCK,), dtype=tl.float32)
     for first in range(0, P, BLOCK):
@@ -163,7 +172,9 @@ def loss_partials(N: int, V: int, tensor: Tensor, launch: Launch | None = None) 
 def count_valid_raw(targets_N: Tensor, counts: Tensor) -> None:
     """Write the number of valid targets, in `COUNTS` parts, into int32 `counts`."""
     N, stride = targets_N.shape[0], targets_N.stride(0)
-    count_valid_kernel[(counts.shape[0],)](targets_N, counts, N, stride, BLOCK=1024, num_warps=4)
+    count_valid_kernel[(counts.shape[0],)](
+        targets_N, counts, N, stride, BLOCK=1024, num_warps=4, **early_launch(counts.device)
+    )
 
 
 def cross_entropy_raw(
@@ -199,7 +210,13 @@ def cross_entropy_raw(
         logits_NW, targets_N, dlogits_NW, losses_P, counts, gradient_scale,
         N, logits_NW.stride(0), 0 if dlogits_NW is None else dlogits_NW.stride(0), targets_N.stride(0),
     )  # fmt: skip
-    sizes = {"V": classes, "WIDTH": W, "COUNTS": counts.shape[0], "num_warps": launch.warps}
+    sizes = {
+        "V": classes,
+        "WIDTH": W,
+        "COUNTS": counts.shape[0],
+        "num_warps": launch.warps,
+        **early_launch(counts.device),
+    }
     if classes > WHOLE_ROWS:
         cross_entropy_wide_kernel[(losses_P.shape[0],)](*arguments, DEPTH=launch.rows, BLOCK_V=launch.columns, **sizes)
         return
@@ -211,4 +228,7 @@ def cross_entropy_raw(
 
 def mean_loss_raw(losses_P: Tensor, counts: Tensor, loss: Tensor) -> None:
     """Write the mean loss into fp32[1] `loss`. Partial losses of several launches may lie one after the other."""
-    mean_loss_kernel[(1,)](losses_P, counts, loss, losses_P.shape[0], BLOCK=1024, COUNTS=counts.shape[0], num_warps=4)
+    mean_loss_kernel[(1,)](
+        losses_P, counts, loss, losses_P.shape[0], BLOCK=1024, COUNTS=counts.shape[0], num_warps=4,
+        **early_launch(loss.device),
+    )  # fmt: skip

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
 from ridgeline.ops.dropout.reference import DropoutState, quantise
 from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
@@ -29,8 +30,10 @@ MANY_ITEMS = 65536  # from here on, more programs are worth more partial sums
 def gather_kernel(
     ids_ptr, table_ptr, positions_ptr, out_ptr, seed_step_ptr, site, sample_offset, N, K, T, out_stride, scale,
     C: tl.constexpr, V: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """out[n, k · C …] = dropout(table[ids[n, k]] + positions[n mod T]); NaN for an index out of range."""
+    previous_done(EARLY)
     item_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column_C = tl.arange(0, BLOCK_C)
     row_R, place_R = item_R // K, item_R % K
@@ -55,9 +58,10 @@ def gather_kernel(
 @triton.jit(do_not_specialize=["N"])
 def table_gradient_small_kernel(
     dout_ptr, ids_ptr, partials_ptr, partials_stride, N, K, stride, ids_stride, V,
-    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    C: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """partials[program] = onehot(ids)ᵀ · dout over this program's share of the items; (V, C) flattened."""
+    previous_done(EARLY)
     row_V = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     column_C = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
     sum_VC = tl.zeros((BLOCK_V, BLOCK_C), dtype=tl.float32)
@@ -170,6 +174,7 @@ def gather_raw(
         ids_NK, table_VC, positions_RC, out_NX, dropout.seed_step if dropout is not None else None, site,
         dropout.sample_offset if dropout is not None else 0, N, K, T, out_NX.stride(0), scale,
         C=C, V=V, THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=block_c, num_warps=config.warps,
+        **early_launch(out_NX.device),
     )  # fmt: skip
 
 
@@ -214,6 +219,7 @@ def table_gradient_small_raw(
     table_gradient_small_kernel[(partials_PW.shape[0], grid_rows(V, block_v), grid_rows(C, config.columns))](
         dout_NX, ids_NK, partials_PW, partials_PW.stride(0), N, K, dout_NX.stride(0), ids_NK.stride(0), V,
         C=C, ROWS=config.rows, BLOCK_V=block_v, BLOCK_C=config.columns, num_warps=config.warps,
+        **early_launch(dout_NX.device),
     )  # fmt: skip
     column_sums_raw(partials_PW, dtable_VC, accumulate=accumulate)
 

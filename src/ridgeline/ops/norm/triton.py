@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
+from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
 from ridgeline.ops.dropout.reference import DropoutState, quantise
 from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
@@ -24,9 +25,10 @@ def norm_forward_kernel(
     branch_ptr, branch_bias_ptr, residual_ptr, weight_ptr, bias_ptr, r_ptr, h_ptr, mean_ptr, rstd_ptr,
     seed_step_ptr, site, sample_offset, N, T, scale, eps,
     C: tl.constexpr, W: tl.constexpr, X_STRIDE: tl.constexpr, R_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr,
-    RMS: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    RMS: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """r = residual + dropout(branch + branch_bias), where r_ptr is given; h = norm(r); mean and rstd are saved."""
+    previous_done(EARLY)
     tile = tl.program_id(0)
     column_C = tl.arange(0, BLOCK_C)
     row_R = tile * ROWS + tl.arange(0, ROWS)
@@ -74,8 +76,10 @@ def norm_backward_kernel(
     C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, DH_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
     DR_STRIDE: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr,
     THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient."""
+    previous_done(EARLY)
     column_C = tl.arange(0, BLOCK_C)
     inside_C = column_C < C
     lane_R = tl.arange(0, ROWS)
@@ -216,7 +220,7 @@ def norm_forward_raw(
         dropout.seed_step if dropout is not None else None, site, dropout.sample_offset if dropout is not None else 0,
         N, T, scale, eps, C=C, W=W, X_STRIDE=_row_stride(x_NW, residual_NC), R_STRIDE=_row_stride(r_NC),
         H_STRIDE=h_NW.stride(0), RMS=kind == "rmsnorm", THRESHOLD=threshold, ROWS=config.rows,
-        BLOCK_C=power_of_two(W), num_warps=config.warps,
+        BLOCK_C=power_of_two(W), num_warps=config.warps, **early_launch(x_NW.device),
     )  # fmt: skip
 
 
@@ -267,5 +271,5 @@ def norm_backward_raw(
         N, T, scale, C=C, W=W, DH_STRIDE=dh_NW.stride(0), X_STRIDE=r_NW.stride(0),
         DR_STRIDE=_row_stride(dresidual_NC, *outputs), OUT=min([C, *(tensor.shape[1] for tensor in outputs)]),
         RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold, ROWS=config.rows,
-        BLOCK_C=power_of_two(W), STAGES=config.stages, num_warps=config.warps,
+        BLOCK_C=power_of_two(W), STAGES=config.stages, num_warps=config.warps, **early_launch(dh_NW.device),
     )  # fmt: skip

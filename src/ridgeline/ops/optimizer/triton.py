@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, processors
 from ridgeline.ops.optimizer.reference import CLIP_EPS, AdamWSettings, AdamWState
 
@@ -76,9 +77,10 @@ def adamw_plan_kernel(
     gradient_ptr, partials_ptr, arrivals_ptr, plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr,
     loss_ptr, weight_ptr, scale_ptr, growth_ptr, M, rates, max_norm, growth, backoff, interval,
     LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, RING: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Sum of squares of the gradient; the last program to arrive plans the step and resets the arrival count."""
+    previous_done(EARLY)
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -103,9 +105,10 @@ def adamw_plan_kernel(
 @triton.jit
 def adamw_update_kernel(
     weights_ptr, gradient_ptr, moment_1_ptr, moment_2_ptr, copy_ptr, plan_ptr, M, start, boundary,
-    weight_decay, complement_1, beta_2, complement_2, eps, BLOCK: tl.constexpr,
+    weight_decay, complement_1, beta_2, complement_2, eps, BLOCK: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One pass: clipped gradient, moments, decayed and updated weights, their 16-bit copy."""
+    previous_done(EARLY)
     offset = start + tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < M
     if tl.load(plan_ptr + _UPDATE) != 0.0:
@@ -176,11 +179,12 @@ def adamw_raw(
         settings.max_norm, settings.growth, settings.backoff, settings.interval,
         LOG_BETA_1=_logarithm(settings.beta_1), LOG_BETA_2=_logarithm(settings.beta_2), RING=state.ring.shape[0],
         BLOCK_P=MAX_PARTIALS, BLOCK=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
+        **early_launch(work.device),
     )  # fmt: skip
     if state.start == M:
         return
     adamw_update_kernel[(grid_rows(M - state.start, update.columns),)](
         state.weights, state.gradient, state.moment_1, state.moment_2, state.copy, plan_P, M, state.start,
         state.boundary, settings.weight_decay, 1 - settings.beta_1, settings.beta_2, 1 - settings.beta_2, settings.eps,
-        BLOCK=update.columns, num_warps=update.warps,
+        BLOCK=update.columns, num_warps=update.warps, **early_launch(work.device),
     )  # fmt: skip
