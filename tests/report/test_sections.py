@@ -59,6 +59,24 @@ def test_a_spread_that_swallows_the_difference_is_no_headline():
     assert "×" not in (headline(replace(record, contenders=noisy)) or "")
 
 
+def test_all_workloads_at_a_glance_with_the_ladder_first():
+    first, ladder, *_ = chapters(samples.everything())
+    assert first.title == "At a glance"
+    assert ladder.title.startswith("hal-20m")
+    table = table_of(first.sections[0])
+    assert table["hal-20m, batch 512 × 256, bf16"] == ["3.55 M", "1.74 M", "max-autotune", "2.04×"]
+    assert list(table)[-1] == "gpt2-c256, batch 4 × 2048, bf16"
+    assert [chapter.title for chapter in chapters([samples.smaller()])] == ["hal-5m, batch 512 × 128, bf16"]
+
+
+def test_columns_without_a_number_are_left_out():
+    bare = [replace(c, overlap=None, first_step_s=None) for c in samples.smaller().contenders]
+    section = next(bench_sections(replace(samples.smaller(), contenders=bare), 0))
+    assert {"overlap", "first step s"}.isdisjoint(section.table.headers)
+    assert "MFU" in section.table.headers
+    assert all(len(row) == len(section.table.headers) for row in section.table.rows)
+
+
 def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
     records = samples.everything()
     (sweep,) = sweeps(records)

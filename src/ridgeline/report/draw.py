@@ -155,6 +155,28 @@ def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str
                 handletextpad=0.1, columnspacing=1.0)  # fmt: skip
 
 
+def ratios(labels: Sequence[str], values: Sequence[float], texts: Sequence[str], unit: str) -> Chart:
+    """Ratios as lines that begin at 1, to the right where faster and to the left where slower."""
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        figure = new_figure(ROW_IN * len(labels) + 0.55, narrow=narrow)
+        axes = figure.subplots()
+        for row, (value, text) in enumerate(zip(values, texts, strict=True)):
+            colour = palette["ours" if value >= 1 else "pytorch"]
+            axes.plot([1, value], [row, row], color=colour, linewidth=4, solid_capstyle="butt")
+            axes.plot(value, row, "o", markersize=7, color=colour)
+            axes.annotate(text, (max(value, 1), row), xytext=(8, 0), textcoords="offset points", va="center",
+                          fontsize=8, color=palette["ink"])  # fmt: skip
+        _rows(axes, labels, palette)
+        axes.set_xlim(min(0.0, *values), max(1.0, *values) * (1.4 if narrow else 1.15))
+        axes.axvline(1, color=palette["muted"], linewidth=0.9)
+        axes.set_xlabel(unit)
+        _dress(axes, palette, grid="x")
+        return figure
+
+    return draw
+
+
 def stacked(labels: Sequence[str], parts: Sequence[dict[str, float]], unit: str) -> Chart:
     """Horizontal bars made of named parts; a part's name is its colour's role, else one of the lines'."""
     names = list(dict.fromkeys(name for part in parts for name in part))

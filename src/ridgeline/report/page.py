@@ -12,7 +12,14 @@ import ridgeline
 from ridgeline.errors import ConfigError, require
 from ridgeline.records import Record
 from ridgeline.report.palette import DARK, LIGHT, variables
-from ridgeline.report.sections import Section, bench_sections, beside_section, headline, workload_name
+from ridgeline.report.sections import (
+    Section,
+    bench_sections,
+    beside_section,
+    overview_section,
+    rungs_of,
+    workload_name,
+)
 from ridgeline.report.series import (
     curve_sections,
     op_section,
@@ -24,6 +31,7 @@ from ridgeline.report.series import (
 from ridgeline.report.svg import inline_svg, write_png
 
 TEMPLATE = "report.html.j2"
+MODELS = ("hal-20m", "hal-5m", "gpt2-c256", "fast-c256", "gpt2-124m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +41,11 @@ class Chapter:
     Attributes:
         title: the heading.
         sections: what is below it.
-        summary: the one sentence to remember.
         folded: closed until it is asked for.
     """
 
     title: str
     sections: Sequence[Section]
-    summary: str | None = None
     folded: bool = False
 
 
@@ -50,10 +56,12 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     Raises:
         ConfigError: no records, or none that holds anything to show.
     """
-    found = [
-        Chapter(title=workload_name(record), sections=list(bench_sections(record, index)), summary=headline(record))
-        for index, record in enumerate(records)
-        if record.kind == "bench" and not _swept(index, records)
+    overview = overview_section([records[index] for index in _in_order(records)])
+    found = [] if overview is None else [Chapter(title="At a glance", sections=[overview])]
+    found += [
+        Chapter(title=workload_name(records[index]), sections=list(bench_sections(records[index], index)))
+        for index in _in_order(records)
+        if not _swept(index, records)
     ]
     beside = beside_section(records)
     if beside is not None:
@@ -64,7 +72,6 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
             Chapter(
                 title=workload_name(records[index]),
                 sections=list(bench_sections(records[index], index)),
-                summary=headline(records[index]),
                 folded=True,
             )
             for index in sweep.members
@@ -73,6 +80,20 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     if not found:
         raise ConfigError("there is nothing to report: name at least one record that a benchmark, study or race wrote")
     return found
+
+
+def _in_order(records: Sequence[Record]) -> list[int]:
+    """Indices of the benchmarks: ladders first, then by the model, larger steps first."""
+
+    def place(index: int) -> tuple[object, ...]:
+        record = records[index]
+        info = record.workload
+        if info is None:
+            return (0, len(MODELS))
+        model = MODELS.index(info.name) if info.name in MODELS else len(MODELS)
+        return (-len(rungs_of(record)), model, info.precision, -info.batch * info.context, info.context)
+
+    return sorted((i for i, record in enumerate(records) if record.kind == "bench"), key=place)
 
 
 def _swept(index: int, records: Sequence[Record]) -> bool:

@@ -13,7 +13,7 @@ from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
 from ridgeline.hardware.spec import GIB
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles
-from ridgeline.report.draw import Bar, Gain, bars, ladder, stacked
+from ridgeline.report.draw import Bar, Gain, bars, ladder, ratios, stacked
 from ridgeline.report.svg import Chart
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
@@ -127,7 +127,7 @@ def contender_table(record: Record) -> Table:
                 number(result.overlap, ".0%"),
             ]
         )
-    return Table(headers=headers, rows=rows)
+    return Table(headers=headers, rows=rows).without_empty()
 
 
 def _bars(record: Record) -> list[Bar]:
@@ -292,4 +292,32 @@ def beside_section(records: Sequence[Record]) -> Section | None:
         chart=bars(found, "thousand windows/s"),
         table=Table(headers=("workload", "contender", "windows/s", "ms"), rows=rows),
         notes=("Two runs on the same kind of card, so no ratio is given; the article has 5.72× for its own pair.",),
+    )
+
+
+def overview_section(records: Sequence[Record]) -> Section | None:
+    """`best` against the best PyTorch for every workload, each ratio from its own run; None where there are not two."""
+    labels, values, texts, rows = [], [], [], []
+    for record in records:
+        found = over_pytorch(record) if record.kind == "bench" else None
+        mine = None if found is None else record.result(SUBJECT, found.group)
+        theirs = None if found is None else record.result(found.over, found.group)
+        if found is None or mine is None or theirs is None:
+            continue
+        if found.distinct:
+            labels.append(workload_name(record).replace("batch ", ""))
+            values.append(found.value)
+            texts.append(str(found))
+        rows.append([words(workload_name(record)), quantity(mine.tokens_per_s), quantity(theirs.tokens_per_s),
+                     words(found.over), Cell(text=str(found))])  # fmt: skip
+    if len(rows) < 2 or not values:
+        return None
+    headers = ("workload", "best, tokens/s", "best PyTorch, tokens/s", "which", "ratio")
+    return Section(
+        key="overview",
+        title="Best against PyTorch's best",
+        lead="How many times as fast a whole training step is, each ratio from a run in which the two took turns.",
+        chart=ratios(labels, values, texts, "times as fast as PyTorch's best"),
+        table=Table(headers=headers, rows=rows),
+        notes=(SWALLOWED,),
     )

@@ -56,6 +56,15 @@ class Table:
     headers: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
+    def without_empty(self) -> Table:
+        """The table without columns that hold nothing but dashes."""
+        full = [row for row in self.rows if len(row) == len(self.headers)]
+        kept = [i for i in range(len(self.headers)) if not full or any(row[i].text != NONE for row in full)]
+        return Table(
+            headers=[self.headers[i] for i in kept],
+            rows=[[row[i] for i in kept] if len(row) == len(self.headers) else row for row in self.rows],
+        )
+
     def markdown(self) -> str:
         """The table for a document in Markdown."""
         right = [all(row[i].number for row in self.rows if len(row) > i) for i in range(len(self.headers))]
