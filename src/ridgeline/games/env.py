@@ -109,11 +109,13 @@ class Game(Protocol):
         name: by which `ridgeline.games.game` finds it.
         levels: strengths of the built-in opponent.
         heads: name and number of classes of each part of the controller.
+        points: where a stick is for each class of a head that is one, by its name: float32[classes, 2] in [−1, 1].
     """
 
     name: str
     levels: tuple[int, ...]
     heads: tuple[tuple[str, int], ...]
+    points: Mapping[str, NDArray[np.float32]]
 
     def environment(self, level: int) -> Environment:
         """A game to be started with `reset`.

@@ -22,8 +22,11 @@ from ridgeline.data.resident import ResidentBatches
 from ridgeline.engine import Replicas, TrainStep
 from ridgeline.engine.distributed import together
 from ridgeline.errors import ConfigError
+from ridgeline.games import stick_points
+from ridgeline.models import PolicyConfig
 from ridgeline.optim import learning_rate
 from ridgeline.train import state, words
+from ridgeline.train.by_head import HeadScores
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, find_device, make_step, resident_batches
 from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
@@ -317,11 +320,20 @@ class _Run:
 
     def _validate(self) -> None:
         progress = self.progress
-        loss = validate(self.step, self.validation, self.device, self.config.eval_windows, self.replicas)
+        scores = self._scores()
+        loss = validate(self.step, self.validation, self.device, self.config.eval_windows, self.replicas, scores)
         progress.val_loss = self.line.val_loss = loss
-        self._record(progress.step, {"val_loss": loss}, tokens=progress.tokens)
+        parts = scores.values(self.replicas) if scores else {}
+        self._record(progress.step, {"val_loss": loss, **parts}, tokens=progress.tokens)
         self._flush()
         self._show()
+
+    def _scores(self) -> HeadScores | None:
+        """What takes note of a policy's heads; a language model has none."""
+        model = self.config.model
+        if not isinstance(model, PolicyConfig):
+            return None
+        return HeadScores(model.heads, stick_points(self.data.game), self.device)
 
     def _record(self, step: int, values: dict[str, float], *, tokens: int) -> None:
         if self.file is None:

@@ -7,6 +7,7 @@ import torch
 from ridgeline.data.loader import Validation
 from ridgeline.engine import Replicas
 from ridgeline.models.language import IGNORE
+from ridgeline.train.by_head import HeadScores
 from ridgeline.train.step import Step
 
 
@@ -16,6 +17,7 @@ def validate(
     device: torch.device,
     windows: int = 0,
     replicas: Replicas | None = None,
+    by_head: HeadScores | None = None,
 ) -> float:
     """Mean loss in nats over the held-out positions that count, without dropout.
 
@@ -25,6 +27,7 @@ def validate(
         device: where the model is.
         windows: look at about so many windows, in batches spread evenly over the held-out part; 0 for all.
         replicas: the processes that share each batch, all of which get the result; None for this one alone.
+        by_head: what takes note of each head of a policy.
     """
     replicas = replicas or Replicas()
     total = len(validation)
@@ -39,7 +42,10 @@ def validate(
             if index in chosen and count:
                 counts.append(count)
                 moved = {name: tensor.to(device) for name, tensor in batch.items()}
-                losses.append(model.loss(moved).double())  # type: ignore[operator]
+                if by_head is None:
+                    losses.append(model.loss(moved).double())  # type: ignore[operator]
+                else:
+                    losses.append(by_head.take(model(moved), moved["targets"]))
         model.train(training)
     weights = torch.tensor(counts, dtype=torch.float64)
     summed = (torch.stack(losses).cpu() * weights).sum() if losses else weights.sum()

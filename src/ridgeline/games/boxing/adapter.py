@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ridgeline.errors import DataError
-from ridgeline.games.boxing.actions import HEADS
+from ridgeline.games.boxing.actions import DIRECTIONS, HEADS
 from ridgeline.games.boxing.features import FEATURES_VERSION, BoxingEyes
 from ridgeline.games.boxing.game import LEVELS, Boxing
 
@@ -17,6 +20,7 @@ class Adapter:
     name = "boxing"
     levels = LEVELS
     heads = HEADS
+    points: Mapping[str, NDArray[np.float32]] = {"direction": np.array(DIRECTIONS, np.float32)}
 
     def environment(self, level: int) -> Boxing:
         """See Game."""

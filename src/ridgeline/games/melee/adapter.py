@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ridgeline.errors import UnsupportedError
-from ridgeline.games.melee.controls import Encoding
+from ridgeline.games.melee.controls import C_STICK, MAIN, Encoding
 from ridgeline.games.melee.features import MeleeEyes, encoding_of
+from ridgeline.games.melee.frames import STICK_UNITS
 
 
 class Adapter:
@@ -15,6 +19,10 @@ class Adapter:
 
     name = "melee"
     heads = Encoding().heads
+    points: Mapping[str, NDArray[np.float32]] = {
+        "main": np.array(MAIN, np.float32) / np.float32(STICK_UNITS),
+        "c": np.array(C_STICK, np.float32) / np.float32(STICK_UNITS),
+    }
 
     @property
     def levels(self) -> NoReturn:
