@@ -42,22 +42,17 @@ SMALL = {  # name: (early launches, changes to the choices)
     "plain": (False, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=True)),
     "plain early": (True, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=True)),
     "grouped": (True, dict(rows=frozenset(), grouped=True, qkv="torch", side_stream=True)),
-    "grouped alone": (True, dict(rows=frozenset(), grouped=True, qkv="torch", side_stream=False)),
     "grouped qkv": (True, dict(rows=frozenset(), grouped=True, qkv="cuda", side_stream=True)),
     "rows": (True, dict(rows=ALL, grouped=False, qkv="cuda", side_stream=True)),
     "rows grouped": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=True)),
     "rows grouped alone": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=False)),
     "rows grouped late": (False, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=True)),
-    "mlp grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True, qkv="cuda", side_stream=True)),
     "mlp qkv grouped": (True, dict(rows=frozenset(("mlp", "qkv")), grouped=True, qkv="cuda", side_stream=True)),
     "out qkv grouped": (True, dict(rows=frozenset(("out", "qkv")), grouped=True, qkv="cuda", side_stream=True)),
-    "chosen": (True, {}),
 }
 LARGE = {
     "plain": (False, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=False)),
-    "plain early": (True, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=False)),
     "qkv": (True, dict(rows=frozenset(), grouped=False, qkv="cuda", side_stream=False)),
-    "side": (True, dict(rows=frozenset(), grouped=False, qkv="cuda", side_stream=True)),
     "grouped": (True, dict(rows=frozenset(), grouped=True, qkv="cuda", side_stream=False)),
     "rows": (True, dict(rows=ALL, grouped=False, qkv="cuda", side_stream=False)),
     "mlp": (True, dict(rows=frozenset(("mlp",)), grouped=False, qkv="cuda", side_stream=False)),
@@ -69,7 +64,7 @@ LARGE = {
 def variants(name):
     config, B, T = WORKLOADS[name]
     if config.width != 256 or config.dropout:
-        return {key: LARGE[key] for key in ("plain", "plain early", "qkv", "chosen")}
+        return {key: LARGE[key] for key in ("plain", "qkv", "chosen")}
     return SMALL if B * T <= 32768 else LARGE
 
 
