@@ -38,7 +38,13 @@ def racers(data, *words, minutes=0.02):
 def make_race(data, *words, count=1, minutes=0.02, grid=(0.5,)):
     games = Games(count=count, level=0, temperature=1.0, first_seed=5_000, device="cpu", cache="exact")
     contenders = racers(data, *words, minutes=minutes)
-    return Race(contenders=contenders, grid=grid_until(60 * minutes, grid), games=games, fingerprint=data.fingerprint)
+    return Race(
+        contenders=contenders,
+        grid=grid_until(60 * minutes, grid),
+        games=games,
+        data=data.name,
+        fingerprint=data.fingerprint,
+    )
 
 
 def test_contenders_carry_engine_and_seed(data):

@@ -22,11 +22,14 @@ from ridgeline.errors import ConfigError
 from ridgeline.games.env import FIRST_EVALUATION_SEED
 from ridgeline.games.parallel import count_processes
 from ridgeline.play.evaluate import SILENCE_SECONDS, check_games, check_level
+from ridgeline.play.player import check_cache, find_device
+from ridgeline.play.rollout import check_temperature
 from ridgeline.records import write_record
 from ridgeline.study.clocked import Point, grid_until
 from ridgeline.study.outcome import Standing, crossings, make_record, standings
 from ridgeline.study.race import Games, Race, Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
+from ridgeline.train.config import AUTO
 
 RECORD = "record.json"
 GRID = (5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 450, 600, 900, 1200, 1800, 3600)  # seconds of training
@@ -113,6 +116,7 @@ def run(arguments: Sequence[str]) -> int:
 def _plan(options: Options) -> Race:
     """The race that the options ask for; what cannot be is told before anything is trained."""
     check_games(options.games, options.first_seed)
+    check_temperature(options.temperature)
     count_processes(options.processes)
     if options.data in ("boxing", "boxing-visible"):
         replay_shipped(options.data)
@@ -120,11 +124,16 @@ def _plan(options: Options) -> Race:
     if not isinstance(data, GameData):
         raise ConfigError(f"{options.data} is a text, and a race is judged by games; give games to --data")
     check_level(data.game, options.level)
-    settings = {name: getattr(options, name) for name in ("data", "minutes", "device", "precision")}
+    settings = {name: getattr(options, name) for name in ("minutes", "device", "precision")}
+    settings["data"] = str(data.path)
     racers = find_racers(options.contenders, data, settings, options.gpus)
-    late = [at for at in options.grid if not at > 0]
-    if late:
-        raise ConfigError(f"times of the grid must be positive seconds of training, got {late[0]:g}")
+    early = [at for at in options.grid if not at > 0]
+    if early:
+        raise ConfigError(f"times of the grid must be positive seconds of training, got {early[0]:g}")
+    if options.play_device != AUTO:
+        find_device(options.play_device)
+    for racer in racers:
+        check_cache(options.cache, racer.config.model.decoder)
     games = Games(
         count=options.games,
         level=options.level,
@@ -134,7 +143,7 @@ def _plan(options: Options) -> Race:
         cache=options.cache,
     )
     grid = grid_until(60 * options.minutes, options.grid)
-    return Race(contenders=racers, grid=grid, games=games, fingerprint=data.fingerprint)
+    return Race(contenders=racers, grid=grid, games=games, data=data.name, fingerprint=data.fingerprint)
 
 
 def _free(parent: Path) -> Path:
@@ -150,15 +159,15 @@ def _line(name: str, point: Point) -> str:
 
 
 def _print(table: Mapping[str, Sequence[Standing]], file: Path) -> None:
-    made = Table(title="strength over training time", title_justify="left")
-    for heading in ("contender", "seconds", "steps", "val loss", "won", "by knockout", "margin", "95 %"):
-        made.add_column(heading, justify="left" if heading == "contender" else "right")
+    console = Console()
     for name, path in table.items():
-        for row, standing in enumerate(path):
+        made = Table(title=name, title_justify="left")
+        for heading in ("seconds", "steps", "val loss", "won", "by knockout", "margin", "95 %"):
+            made.add_column(heading, justify="right")
+        for standing in path:
             point, strength = standing.point, standing.strength
             low, high = strength["intervals"]["margin"]
             made.add_row(
-                "" if row else name,
                 f"{point.seconds:.1f}",
                 f"{point.steps:,}",
                 f"{point.val_loss:.4f}",
@@ -167,8 +176,7 @@ def _print(table: Mapping[str, Sequence[Standing]], file: Path) -> None:
                 f"{strength['margin']:.1f}",
                 f"{low:.1f} to {high:.1f}",
             )
-    console = Console()
-    console.print(made)
+        console.print(made)
     for crossing in crossings(table):
         when = "never" if crossing["seconds"] is None else f"from second {crossing['seconds']:.0f}"
         console.print(f"{crossing['contender']} reaches {crossing['target']} {when}", highlight=False)

@@ -15,7 +15,7 @@ from ridgeline import checkpoint
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import CheckpointError, ConfigError, RidgelineError, UnsupportedError, nearest
 from ridgeline.games import game
-from ridgeline.models import ControllerPolicy, PolicyConfig
+from ridgeline.models import ControllerPolicy, DecoderConfig, PolicyConfig
 from ridgeline.models.reader import read
 
 DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
@@ -72,9 +72,7 @@ def load_player(path: str | Path, device: str = "cpu", cache: str = "exact") -> 
         ConfigError: no such kind of device or cache.
         UnsupportedError: the device is not there, or the policy's cache cannot roll.
     """
-    if cache not in CACHES:
-        raise ConfigError(nearest(cache, CACHES, "cache"))
-    where = _find_device(device)
+    where = find_device(device)
     saved = checkpoint.load(checkpoint.find(path))
     features, config = saved.meta.get("features"), saved.meta.get("config", {})
     if not features:
@@ -86,12 +84,30 @@ def load_player(path: str | Path, device: str = "cpu", cache: str = "exact") -> 
         window = read(WindowSpec, config["window"], "window")
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, RidgelineError) as error:
         raise CheckpointError(f"{saved.path} cannot play here: {error}") from error
-    if cache == "rolling" and policy.decoder.positions is not None:
-        raise UnsupportedError("learned positions end with the context, so their cache cannot roll; use cache exact")
+    check_cache(cache, policy.config.decoder)
     return Player(policy.eval().to(where), features["game"], features, window, where, cache)
 
 
-def _find_device(name: str) -> torch.device:
+def check_cache(cache: str, decoder: DecoderConfig) -> None:
+    """Refuse a cache that does not exist, or that the decoder cannot have.
+
+    Raises:
+        ConfigError: no such cache.
+        UnsupportedError: it cannot roll.
+    """
+    if cache not in CACHES:
+        raise ConfigError(nearest(cache, CACHES, "cache"))
+    if cache == "rolling" and decoder.positions == "learned":
+        raise UnsupportedError("learned positions end with the context, so their cache cannot roll; use cache exact")
+
+
+def find_device(name: str) -> torch.device:
+    """The device of a name.
+
+    Raises:
+        ConfigError: no such kind of device.
+        UnsupportedError: it is not there.
+    """
     if not DEVICE.fullmatch(name):
         raise ConfigError(f"unknown device {name!r}; use cpu, cuda or cuda:N")
     kind, _, index = name.partition(":")

@@ -65,8 +65,7 @@ def play_games(
         ConfigError: a temperature, level or seed that cannot be.
         WorkerError: a game does not end.
     """
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+    check_temperature(temperature)
     for seed in seeds:
         check_seeds(seed, 1)
     adapter = game(player.game)
@@ -85,6 +84,16 @@ def play_games(
         if len(going) < len(seats):
             seats = [seats[place] for place in going]
             decide.keep(going)
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature that cannot be.
+
+    Raises:
+        ConfigError: negative or not finite.
+    """
+    if not 0 <= temperature < float("inf"):
+        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
 
 
 class Seat:

@@ -70,12 +70,14 @@ class Race:
         contenders: who takes part.
         grid: times of checkpoints in seconds of training: 0 first, the end last.
         games: what each plays at each of them but the first.
+        data: name of the data.
         fingerprint: of the data.
     """
 
     contenders: tuple[Contender, ...]
     grid: tuple[float, ...]
     games: Games
+    data: str
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
@@ -85,6 +87,7 @@ class Race:
             "contenders": {contender.name: to_dict(contender.config) for contender in self.contenders},
             "grid": list(self.grid),
             "games": asdict(self.games),
+            "data": self.data,
             "fingerprint": self.fingerprint,
         }
 
