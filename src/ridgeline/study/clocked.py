@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,12 @@ import torch
 
 from ridgeline import checkpoint
 from ridgeline.data.api import load_dataset
-from ridgeline.data.games import GameData
 from ridgeline.data.loader import Batches, Validation
-from ridgeline.data.resident import ResidentBatches
-from ridgeline.data.text import TextData
+from ridgeline.data.resident import ResidentBatches, fits
+from ridgeline.engine import TrainStep
 from ridgeline.errors import RidgelineError
 from ridgeline.models.reader import read
+from ridgeline.ops._triton.support import triton_missing
 from ridgeline.optim import learning_rate
 from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
@@ -81,7 +81,7 @@ class Task(NamedTuple):
     threads: int
 
 
-def train_on_clock(task: Task) -> Iterator[Point | None]:
+def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
     """Train a contender, from its last checkpoint on if there is one, and yield each point as its checkpoint is there.
 
     None now and then is a sign of life.
@@ -140,7 +140,9 @@ class _Clocked:
         torch.manual_seed(config.seed)
         self.model = build_model(config)
         self.step = make_step(self.model, config)
-        self.batches = _batches(self.data, config, self.device)
+        self.batches = Batches(self.data, config.window, batch=config.batch, seed=config.seed)
+        self.resident = _resident(self.batches, self.device)
+        self._seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)  # for a step that does not count
         self.validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
         self.progress = state.Progress()
         self.setup_s = 0.0
@@ -150,7 +152,7 @@ class _Clocked:
         """Compile and capture by steps that are taken back, to the state of the checkpoint `begin`."""
         started = time.perf_counter()
         for _ in range(WARM_UP):
-            self.step(self.batches.next())
+            self._learn()
         self._wait()
         self.setup_s = time.perf_counter() - started
         self.progress = state.restore(checkpoint.load(begin), self.config, self.model, self.step, self.batches)
@@ -163,7 +165,7 @@ class _Clocked:
         until = min(until, before + SIGN_SECONDS)
         while progress.seconds < until:
             self.step.set_rate(learning_rate(self.config.optimizer, progress.step, progress.seconds / total))
-            self.step(self.batches.next())
+            self._learn()
             progress.step += 1
             progress.tokens += self.config.step_tokens
             if self.device.type == "cuda":
@@ -177,6 +179,19 @@ class _Clocked:
                 self.step.check()
         self._wait()
         progress.seconds = before + time.perf_counter() - begun
+
+    def _learn(self) -> None:
+        """A step on the next batch, which a card draws itself: so no engine waits for the host's loader."""
+        if self.resident is None:
+            self.step(self.batches.next())
+            return
+        if isinstance(self.step, TrainStep):
+            self.step(self.resident)
+        else:
+            self._seed_step[1] = self.progress.step
+            self.resident.draw(self._seed_step)
+            self.step(dict(self.resident.tensors))
+        self.batches.skip()
 
     def leave(self, at: float) -> Point:
         """Validate, write the checkpoint and the point; no clock runs."""
@@ -206,10 +221,10 @@ class _Clocked:
             torch.cuda.synchronize(self.device)
 
 
-def _batches(data: TextData | GameData, config: TrainConfig, device: torch.device) -> Batches:
-    if device.type == "cuda" and isinstance(data, GameData):
-        return ResidentBatches(data, config.window, batch=config.batch, seed=config.seed, device=device)
-    return Batches(data, config.window, batch=config.batch, seed=config.seed)
+def _resident(batches: Batches, device: torch.device) -> ResidentBatches | None:
+    """The data on the card, where there is one that can hold it and gather from it."""
+    usable = device.type == "cuda" and triton_missing(device) is None and fits(batches, device)
+    return ResidentBatches(batches, device) if usable else None
 
 
 def grid_until(total: float, times: Sequence[float]) -> tuple[float, ...]:
