@@ -37,6 +37,10 @@ class UnsupportedError(RidgelineError, ValueError):
     """An implementation, precision, shape or device that cannot run here, with the reason."""
 
 
+class DivergedError(RidgelineError):
+    """A loss or gradient that is no longer finite."""
+
+
 class OutOfMemoryError(RidgelineError):
     """What was asked for does not fit the memory of the device or of the machine."""
 

@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from ridgeline.engine import TrainStep
-from ridgeline.errors import CheckpointError, UnsupportedError
+from ridgeline.errors import CheckpointError, DivergedError, UnsupportedError
 from ridgeline.models import DecoderConfig, Head, LanguageConfig, PolicyConfig, build
 from ridgeline.models.language import IGNORE
 from ridgeline.optim import OptimizerConfig
-from ridgeline.train.guards import DivergedError
 from ridgeline.train.step import TorchStep, split_batch
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, floor=1e-3, warmup=2, weight_decay=0.1)

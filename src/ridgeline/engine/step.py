@@ -27,7 +27,7 @@ from ridgeline.engine.precision import find_precision
 from ridgeline.engine.reduction import Reduction
 from ridgeline.engine.slots import Decays, matrices_decay
 from ridgeline.engine.update import LossScale, StepMetrics, Update
-from ridgeline.errors import ConfigError, OutOfMemoryError, RidgelineError, UnsupportedError
+from ridgeline.errors import ConfigError, DivergedError, OutOfMemoryError, RidgelineError, UnsupportedError
 from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig, hidden_matrices
@@ -337,13 +337,13 @@ class TrainStep:
         """Stops a run that no longer trains. Waits for the device.
 
         Raises:
-            RidgelineError: the last `bad_steps` steps were all skipped; names the step and the first bad tensor.
+            DivergedError: the last `bad_steps` steps were all skipped; names the step and the first bad tensor.
         """
         in_a_row = int(self.update.skipped[1])
         if in_a_row >= self.bad_steps:
-            raise RidgelineError(
-                f"step {self.taken}: loss or gradient was not finite {in_a_row} times in a row; first bad tensor: "
-                f"{self.first_bad()}; the weights are those of step {self.taken - in_a_row}"
+            raise DivergedError(
+                f"training stopped at step {self.taken}: loss or gradient was not finite {in_a_row} times in a row; "
+                f"first bad tensor: {self.first_bad()}; the weights are those of step {self.taken - in_a_row}"
             )
 
     def first_bad(self) -> str:

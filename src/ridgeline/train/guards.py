@@ -18,23 +18,6 @@ from ridgeline.errors import OutOfMemoryError, RidgelineError
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # how PyTorch's RuntimeErrors put it
 
 
-class DivergedError(RidgelineError):
-    """A loss or gradient that is not finite.
-
-    Args:
-        step: the step that showed it, from 1.
-        loss: its loss.
-        norm: its gradient norm.
-    """
-
-    def __init__(self, step: int, loss: float, norm: float) -> None:
-        super().__init__(
-            f"training stopped at step {step}: loss {loss:g}, gradient norm {norm:g}; the last good checkpoint is "
-            "kept: resume from it or lower optimizer.lr"
-        )
-        self.step = step
-
-
 @contextmanager
 def enough_memory(cure: str) -> Iterator[None]:
     """Turns the several errors of a device or machine without enough memory into one sentence.

@@ -21,7 +21,7 @@ from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.resident import ResidentBatches
 from ridgeline.engine import Replicas, TrainStep
 from ridgeline.engine.distributed import together
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, DivergedError
 from ridgeline.games import stick_points
 from ridgeline.models import PolicyConfig
 from ridgeline.optim import learning_rate
@@ -38,6 +38,7 @@ from ridgeline.train.settings import to_dict
 from ridgeline.train.state import Progress
 from ridgeline.train.validate import validate
 
+KEPT = "the last good checkpoint is kept: resume from it or lower optimizer.lr"
 READ_SECONDS = 0.25  # between looks at the device's numbers: each look waits for it
 SMALLER = "lower --batch or raise --accumulation, or take a smaller model"
 READ_STEPS = 512  # at most so many steps between looks; a step keeps the numbers of the last 1,024
@@ -305,7 +306,10 @@ class _Run:
             progress.train_loss = entry.loss
         self._flush()
         self._read, self._read_at = progress.step, now
-        self.step.check()
+        try:
+            self.step.check()
+        except DivergedError as error:
+            raise DivergedError(f"{error}; {KEPT}") from error
         self._show()
 
     def _show(self) -> None:

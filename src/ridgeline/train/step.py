@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ridgeline.engine import StepMetrics, find_precision
 from ridgeline.engine.phases import END, Mark, Marks, measure, no_mark
-from ridgeline.errors import UnsupportedError
+from ridgeline.errors import DivergedError, UnsupportedError
 from ridgeline.models import Model
 from ridgeline.models.language import IGNORE
 from ridgeline.optim import (
@@ -29,7 +29,6 @@ from ridgeline.optim import (
     optimizer_tensors,
     set_learning_rate,
 )
-from ridgeline.train.guards import DivergedError
 
 Batch = dict[str, Tensor]
 RING = 1024  # steps whose metrics are kept until they are read
@@ -178,7 +177,9 @@ class TorchStep:
         for entry in self.metrics(self._checked):
             self._bad_in_a_row = 0 if math.isfinite(entry.loss + entry.norm) else self._bad_in_a_row + 1
             if self._bad_in_a_row == limit:
-                raise DivergedError(entry.step + 1, entry.loss, entry.norm)
+                raise DivergedError(
+                    f"training stopped at step {entry.step + 1}: loss {entry.loss:g}, gradient norm {entry.norm:g}"
+                )
         self._checked = self._taken
 
     @contextlib.contextmanager
