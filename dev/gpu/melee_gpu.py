@@ -7,6 +7,8 @@ Trials, each in a process of its own, results in $OUT/melee_TRIAL.json:
     step-20m  the step of hal-20m on a batch that lies on the card, and fed by the loader, in turns
     step-5m   the same for hal-5m (128 positions of every other frame)
     train     what `ridgeline train hal-20m --data DATA` does, for 400 steps and a validation
+    memorise  the same without dropout on SCRIPTED beside DATA (one scripted game twice, the second held out): how well
+              it is known by heart, by head
 DEVICE=cpu tries the script itself, small.
 """
 
@@ -17,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75}
+LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75}
 CPU = os.environ.get("DEVICE") == "cpu"
 SMALL = {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
 TURNS, STEPS = (2, 3) if CPU else (4, 60)
@@ -88,12 +90,12 @@ def step(data, name):
     return result
 
 
-def train(data):
+def train(data, **values):
     from ridgeline.train import train as run
 
     folder = f"/tmp/melee-run-{os.getpid()}"
     steps = 6 if CPU else 400
-    config = config_of("hal-20m", data, steps=steps, eval_interval=steps // 2, eval_windows=2048, out=folder)
+    config = config_of("hal-20m", data, **{"steps": steps, "eval_interval": steps // 2, "eval_windows": 2048, "out": folder, **values})
     summary = run(config).summary()
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     records = [line for line in lines if "loss" in line]
@@ -107,7 +109,14 @@ def train(data):
     }
 
 
+def memorise(data):
+    decoder = {**SMALL.get("model", {}).get("decoder", {}), "dropout": 0.0}
+    steps = 6 if CPU else 600
+    return train(str(Path(data).with_name("scripted")), model={"decoder": decoder}, steps=steps, eval_interval=max(2, steps // 6))
+
+
 TRIALS = {
+    "memorise": memorise,
     "loader": loader,
     "step-20m": lambda data: step(data, "hal-20m"),
     "step-5m": lambda data: step(data, "hal-5m"),
