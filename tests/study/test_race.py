@@ -200,3 +200,26 @@ def test_a_target_is_reached_from_when_on_it_holds():
         {"contender": "a", "target": "26 of 30 won", "seconds": 21},
         {"contender": "a", "target": "27 of 30 by knockout", "seconds": None},
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", ["eager", "best"])
+def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(data, tmp_path, engine):
+    wide = SMALL.replace("width=32", "width=64")
+    settings = {"data": str(data.path), "minutes": 0.02, "device": "cuda", "precision": "fp32"}
+    (contender,) = find_racers([f"{wide}:{engine}"], data, settings)
+    losses = []
+    for drawn in (True, False):
+        run = clocked._Clocked(contender.config, tmp_path / str(drawn))
+        assert run.resident is not None
+        if not drawn:
+            run.resident = None
+        run.leave(0.0)
+        run.prepare(tmp_path / str(drawn) / checkpoint_name(0.0))
+        for _ in range(3):
+            run._learn()
+            run.progress.step += 1
+        losses.append([entry.loss for entry in run.step.metrics(0)])
+        assert run.batches.position == 24
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
