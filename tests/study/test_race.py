@@ -219,7 +219,7 @@ def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(data, t
         for _ in range(3):
             run._learn()
             run.progress.step += 1
-        losses.append([entry.loss for entry in run.step.metrics(0)])
+        losses.append([entry.loss for entry in run.step.metrics(0)[-3:]])
         assert run.batches.position == 24
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
