@@ -72,7 +72,9 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    scalars, constants = scalars or {}, {"EARLY": False} | (constants or {})
+    scalars, constants = scalars or {}, constants or {}
+    if "EARLY" in kernel.arg_names:
+        constants = {"EARLY": False} | constants
     aligned = [["tt.divisibility", 16]]
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
