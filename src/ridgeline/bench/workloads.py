@@ -115,10 +115,10 @@ def random_batch(case: Workload, device: torch.device, seed: int = 0) -> dict[st
         batch = {"tokens": tokens_BS[:, :-1].contiguous(), "targets": tokens_BS[:, 1:].contiguous()}
     else:
         heads = [head.classes for head in model.heads]
-        batch = {
-            "categories": classes(*(c.rows for c in model.categories for _ in range(c.columns))),
-            "numbers": torch.randn(B, T, model.numbers, generator=generator),
-            "previous": classes(*heads),
-            "targets": classes(*heads),
-        }
+        batch = {}
+        if model.categories:
+            batch["categories"] = classes(*(c.rows for c in model.categories for _ in range(c.columns)))
+        if model.numbers:
+            batch["numbers"] = torch.randn(B, T, model.numbers, generator=generator)
+        batch |= {"previous": classes(*heads), "targets": classes(*heads)}
     return {name: tensor.to(device) for name, tensor in batch.items()}
