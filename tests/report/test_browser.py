@@ -76,6 +76,13 @@ def test_words_stand_out_from_their_ground(browser, page, dark):
         )
         light, deep = sorted((ground, _luminance(found)), reverse=True)
         assert (light + 0.05) / (deep + 0.05) > 4.5, (selector, found)
+    browser.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    fills = browser.evaluate(
+        "[...new Set([...document.querySelectorAll('figure text')].map(t => getComputedStyle(t).fill))]"
+    )
+    for fill in fills:
+        light, deep = sorted((ground, _luminance(fill)), reverse=True)
+        assert (light + 0.05) / (deep + 0.05) > 4.5, fill
 
 
 def test_a_folded_chapter_opens(browser, page):

@@ -67,7 +67,6 @@ def _dress(axes: Axes, palette: Palette, *, grid: str) -> None:
         spine.set_color(palette["grid"])
     axes.tick_params(colors=palette["muted"], labelcolor=palette["muted"])
     axes.grid(axis=grid, color=palette["grid"], linewidth=0.7)  # type: ignore[arg-type]
-    axes.title.set_color(palette["ink"])
     axes.xaxis.label.set_color(palette["muted"])
     axes.yaxis.label.set_color(palette["muted"])
 
@@ -75,9 +74,9 @@ def _dress(axes: Axes, palette: Palette, *, grid: str) -> None:
 def _rows(axes: Axes, labels: Sequence[str], palette: Palette) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
-    for label in axes.get_yticklabels():
-        label.set_color(palette["ink"])
     axes.spines["bottom"].set_visible(False)
+    _dress(axes, palette, grid="x")
+    axes.tick_params(axis="y", labelcolor=palette["ink"])
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], palette: Palette, unit: str) -> None:
@@ -92,7 +91,6 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], palette: Palette, unit: str) -> 
     _rows(axes, [bar.label for bar in bars], palette)
     axes.set_xlim(0, 1.0 * longest)
     axes.set_xlabel(unit)
-    _dress(axes, palette, grid="x")
 
 
 def bars(found: Sequence[Bar], unit: str) -> Chart:
@@ -130,7 +128,7 @@ def ladder(found: Sequence[Bar], steps: Sequence[Gain], unit: str, theirs: str) 
             left, right = figure.subplots(1, 2, width_ratios=(1.75, 1))
         _draw_bars(left, found, palette, unit)
         left.set_xlim(0, max(bar.value for bar in found) * 1.5)
-        left.set_title("speed")
+        left.set_title("speed", color=palette["ink"])
         _draw_gains(right, steps, palette, theirs, -0.42 / (rows[1] if narrow else height))
         return figure
 
@@ -149,8 +147,7 @@ def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str
     axes.set_xlim(left=min(1.0, *(s.ours for s in steps if s.ours is not None)) - 0.12 if steps else 0)
     axes.axvline(1, color=palette["muted"], linewidth=0.8)
     axes.set_xlabel("times as fast as the rung before")
-    axes.set_title("what each step bought")
-    _dress(axes, palette, grid="x")
+    axes.set_title("what each step bought", color=palette["ink"])
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, below), ncols=2, labelcolor=palette["ink"], fontsize=8,
                 handletextpad=0.1, columnspacing=1.0)  # fmt: skip
 
@@ -171,7 +168,6 @@ def ratios(labels: Sequence[str], values: Sequence[float], texts: Sequence[str],
         axes.set_xlim(min(0.0, *values), max(1.0, *values) * (1.4 if narrow else 1.15))
         axes.axvline(1, color=palette["muted"], linewidth=0.9)
         axes.set_xlabel(unit)
-        _dress(axes, palette, grid="x")
         return figure
 
     return draw
@@ -198,7 +194,6 @@ def stacked(labels: Sequence[str], parts: Sequence[dict[str, float]], unit: str)
         _rows(axes, labels, palette)
         axes.set_xlim(0, max(sum(part.values()) for part in parts) * 1.12)
         axes.set_xlabel(unit)
-        _dress(axes, palette, grid="x")
         figure.legend(loc="outside upper left", ncols=len(names), labelcolor=palette["ink"], fontsize=8)
         return figure
 
