@@ -10,7 +10,8 @@ from report import samples
 from ridgeline.errors import ConfigError
 from ridgeline.report.page import chapters, circumstances
 from ridgeline.report.sections import bench_sections, beside_section, headline, rungs_of, timed
-from ridgeline.report.series import curve_sections, roofline_section, sweeps
+from ridgeline.report.series import curve_sections, roofline_section
+from ridgeline.report.sweeps import sweep_section, sweeps
 
 
 def table_of(section) -> dict[str, list[str]]:
@@ -80,10 +81,25 @@ def test_columns_without_a_number_are_left_out():
 def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
     records = samples.everything()
     (sweep,) = sweeps(records)
-    assert [records[i].workload.context for i in sweep.members] == [128, 256, 512, 1024, 2048]
+    assert sweep.kind.name == "context"
+    assert list(sweep.members) == [128, 256, 512, 1024, 2048]
+    assert all(records[i].workload.context == context for context, i in sweep.members.items())
     assert sweeps([*samples.sweep()[:1], *samples.sweep()[:1]]) == []
     folded = [chapter.title for chapter in chapters(records) if chapter.folded]
     assert len(folded) == 5
+
+
+def test_sweeps_over_batch_and_cards():
+    base = samples.smaller()
+    larger = replace(base, workload=replace(base.workload, batch=1024))
+    two = replace(base, gpus=2, contenders=[replace(base.contenders[0], tokens_per_s=1.9e7)])
+    kinds = {sweep.kind.name: sweep for sweep in sweeps([base, larger, two])}
+    assert {name: list(sweep.members) for name, sweep in kinds.items()} == {"batch": [512, 1024], "cards": [1, 2]}
+    table = table_of(sweep_section(kinds["cards"], [base, larger, two], 0))
+    assert table["best"] == ["9.93 M", "19.0 M"]
+    assert table["eager"] == ["1.84 M", "–"]
+    again = replace(base, date="2026-12-24T00:00:00+00:00")
+    assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
 
 
 def test_a_roofline_needs_rates_and_a_known_card():

@@ -20,7 +20,7 @@ from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles
 from ridgeline.report.page import circumstances
 from ridgeline.report.sections import base_of, rungs_of, timed
-from ridgeline.report.series import sweeps
+from ridgeline.report.sweeps import sweeps
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
 DOCUMENTS = ("README.md", "docs/ladder.md")
@@ -201,8 +201,8 @@ def contexts(records: Sequence[Record]) -> str:
     """Tokens/s over the context, 8,192 positions a step: `best`, the best PyTorch, their ratio."""
     chosen = newest(records)
     rows: list[list[Cell]] = []
-    for sweep in sweeps(chosen):
-        for record in sorted((chosen[i] for i in sweep.members), key=lambda r: r.workload.context if r.workload else 0):
+    for sweep in (sweep for sweep in sweeps(chosen) if sweep.kind.name == "context"):
+        for record in (chosen[sweep.members[context]] for context in sorted(sweep.members)):
             found, info = over_pytorch(record), record.workload
             if found is None or info is None:
                 continue

@@ -25,12 +25,12 @@ from ridgeline.report.series import (
     op_section,
     plain_section,
     roofline_section,
-    sweep_section,
-    sweeps,
 )
 from ridgeline.report.svg import inline_svg, write_png
+from ridgeline.report.sweeps import sweep_section, sweeps
 
 TEMPLATE = "report.html.j2"
+FOLD = 2  # benchmarks of a sweep with more values than this are closed until they are asked for
 MODELS = ("hal-20m", "hal-5m", "gpt2-c256", "fast-c256", "gpt2-124m")
 
 
@@ -58,24 +58,25 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     """
     overview = overview_section([records[index] for index in _in_order(records)])
     found = [] if overview is None else [Chapter(title="At a glance", sections=[overview])]
-    found += [
-        Chapter(title=workload_name(records[index]), sections=list(bench_sections(records[index], index)))
+    swept = sweeps(records)
+    folded = {index for sweep in swept if len(sweep.members) > FOLD for index in sweep.members.values()}
+    benchmarks = {
+        index: Chapter(
+            title=workload_name(records[index]),
+            sections=list(bench_sections(records[index], index)),
+            folded=index in folded,
+        )
         for index in _in_order(records)
-        if not _swept(index, records)
-    ]
+    }
+    found += [chapter for chapter in benchmarks.values() if not chapter.folded]
     beside = beside_section(records)
     if beside is not None:
         found.append(Chapter(title="The smaller model on every other frame", sections=[beside]))
-    for number, sweep in enumerate(sweeps(records)):
-        found.append(Chapter(title=sweep.title, sections=[sweep_section(sweep, records, number)]))
-        found += [
-            Chapter(
-                title=workload_name(records[index]),
-                sections=list(bench_sections(records[index], index)),
-                folded=True,
-            )
-            for index in sweep.members
-        ]
+    found += [
+        Chapter(title=sweep.title, sections=[sweep_section(sweep, records, number)])
+        for number, sweep in enumerate(swept)
+    ]
+    found += [chapter for chapter in benchmarks.values() if chapter.folded]
     found += [chapter for index, record in enumerate(records) for chapter in _other(record, index)]
     if not found:
         raise ConfigError("there is nothing to report: name at least one record that a benchmark, study or race wrote")
@@ -94,10 +95,6 @@ def _in_order(records: Sequence[Record]) -> list[int]:
         return (-len(rungs_of(record)), model, info.precision, -info.batch * info.context, info.context)
 
     return sorted((i for i, record in enumerate(records) if record.kind == "bench"), key=place)
-
-
-def _swept(index: int, records: Sequence[Record]) -> bool:
-    return any(index in sweep.members for sweep in sweeps(records))
 
 
 def _other(record: Record, index: int) -> list[Chapter]:

@@ -60,7 +60,10 @@ def slug(text: str) -> str:
 def workload_name(record: Record) -> str:
     """The workload in words."""
     info = record.workload
-    return "?" if info is None else f"{info.name}, batch {info.batch} × {info.context}, {info.precision}"
+    if info is None:
+        return "?"
+    cards = f", {record.gpus} cards" if record.gpus > 1 else ""
+    return f"{info.name}, batch {info.batch} × {info.context}, {info.precision}{cards}"
 
 
 def base_of(name: str) -> str:

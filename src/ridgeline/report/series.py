@@ -1,18 +1,16 @@
-"""Sections over several records or over curves: sweeps, rooflines, losses and strength."""
+"""Sections of a record that is no benchmark: rooflines, losses and strength over training, single ops."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
-from ridgeline.bench.explain_view import amount
 from ridgeline.errors import ConfigError
 from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
 from ridgeline.report.draw import Dot, Line, lines, roofline
-from ridgeline.report.sections import SWALLOWED, Section, contender_table, slug, timed, workload_name
-from ridgeline.report.table import Cell, Table, anything, number, words
+from ridgeline.report.sections import SWALLOWED, Section, contender_table, slug, workload_name
+from ridgeline.report.table import Table, anything, number, words
 
 CURVES = {
     "loss": (
@@ -22,58 +20,6 @@ CURVES = {
     "strength": ("Strength", "Games played at checkpoints of a run; a band is the 95 % interval."),
 }
 PHASES = ("forward", "backward", "optimizer")
-
-
-@dataclass
-class Sweep:
-    """Benchmarks that differ in their context alone, positions a step kept; `members` are indices of records."""
-
-    title: str
-    members: list[int] = field(default_factory=list)
-
-
-def sweeps(records: Sequence[Record]) -> list[Sweep]:
-    """Benchmarks of one model, card and precision with the same positions a step at two contexts or more."""
-    found: dict[tuple[object, ...], Sweep] = {}
-    for index, record in enumerate(records):
-        info = record.workload
-        if record.kind != "bench" or info is None:
-            continue
-        key = (record.card, record.gpus, info.name, info.precision, info.batch * info.context)
-        title = f"{info.name}, {info.batch * info.context:,} positions a step, {info.precision}"
-        found.setdefault(key, Sweep(title)).members.append(index)
-    contexts = {key: {records[i].workload.context for i in s.members} for key, s in found.items()}  # type: ignore[union-attr]
-    return [sweep for key, sweep in found.items() if len(contexts[key]) > 1]
-
-
-def sweep_section(sweep: Sweep, records: Sequence[Record], number_: int) -> Section:
-    """Tokens/s over the context."""
-    members = sorted((records[i] for i in sweep.members), key=lambda r: (r.workload.context, r.date))  # type: ignore[union-attr]
-    by_context = {r.workload.context: r for r in members if r.workload}  # the newest of each
-    names = list(dict.fromkeys(result.name for record in by_context.values() for result in timed(record)))
-    contexts = sorted(by_context)
-    drawn, rows = [], []
-    for name in names:
-        results = {T: next((r for r in timed(by_context[T]) if r.name == name), None) for T in contexts}
-        speeds = {T: r.tokens_per_s for T, r in results.items() if r is not None and r.tokens_per_s}
-        spreads = {T: (results[T].spread or 0.0) / 2 for T in speeds}  # type: ignore[union-attr]
-        drawn.append(
-            Line(
-                label=name,
-                x=list(speeds),
-                y=[v / 1e6 for v in speeds.values()],
-                low=[v / 1e6 * (1 - spreads[T]) for T, v in speeds.items()],
-                high=[v / 1e6 * (1 + spreads[T]) for T, v in speeds.items()],
-            )
-        )
-        rows.append([words(name), *(Cell(text=amount(speeds[T]) if T in speeds else "–") for T in contexts)])
-    return Section(
-        key=f"sweep-{number_}",
-        title="Tokens/s over the context",
-        lead="A longer window means fewer of them, so that every step learns from as many positions.",
-        chart=lines(drawn, "context (positions)", "million tokens/s", ticks=contexts, from_zero=True),
-        table=Table(headers=("contender", *(f"T {T}" for T in contexts)), rows=rows),
-    )
 
 
 def _card(record: Record) -> DeviceSpec | None:

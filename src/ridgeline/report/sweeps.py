@@ -1,0 +1,120 @@
+"""Sections over several benchmarks that differ in one thing alone: context, batch, or cards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ridgeline.bench.explain_view import amount
+from ridgeline.records import Record, WorkloadInfo
+from ridgeline.report.draw import Line, lines
+from ridgeline.report.sections import Section, timed
+from ridgeline.report.table import Cell, Table, words
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What benchmarks of a sweep differ in.
+
+    Attributes:
+        name: of the sweep's kind.
+        axis: what the drawing's axis is called.
+        short: what stands before a value in a table.
+        lead: how to read it.
+        value: of a record on the axis.
+        same: what its records have in common besides card, model and precision.
+        title: of one sweep.
+    """
+
+    name: str
+    axis: str
+    short: str
+    lead: str
+    value: Callable[[Record, WorkloadInfo], int]
+    same: Callable[[Record, WorkloadInfo], tuple[int, ...]]
+    title: Callable[[WorkloadInfo], str]
+
+
+KINDS = (
+    Kind(
+        name="context",
+        axis="context (positions)",
+        short="T",
+        lead="A longer window means fewer of them, so that every step learns from as many positions.",
+        value=lambda record, info: info.context,
+        same=lambda record, info: (record.gpus, info.batch * info.context),
+        title=lambda info: f"{info.batch * info.context:,} positions a step",
+    ),
+    Kind(
+        name="batch",
+        axis="batch (windows a step)",
+        short="B",
+        lead="A larger batch gives every kernel more to do, and the host and the launches more time.",
+        value=lambda record, info: info.batch,
+        same=lambda record, info: (record.gpus, info.context),
+        title=lambda info: f"windows of {info.context}",
+    ),
+    Kind(
+        name="cards",
+        axis="cards",
+        short="cards:",
+        lead="Each card has a batch of its own, and tokens of all are counted. Runs of their own, so no ratio is given.",
+        value=lambda record, info: record.gpus,
+        same=lambda record, info: (info.batch, info.context),
+        title=lambda info: f"batch {info.batch} × {info.context} a card",
+    ),
+)
+
+
+@dataclass
+class Sweep:
+    """Benchmarks of one model, card and precision; `members` maps a value to the index of its newest record."""
+
+    kind: Kind
+    title: str
+    members: dict[int, int] = field(default_factory=dict)
+
+
+def sweeps(records: Sequence[Record]) -> list[Sweep]:
+    """Every sweep with two values or more, contexts first."""
+    found: dict[tuple[object, ...], Sweep] = {}
+    order = sorted(range(len(records)), key=lambda index: records[index].date)
+    for kind in KINDS:
+        for index in order:
+            record, info = records[index], records[index].workload
+            if record.kind != "bench" or info is None:
+                continue
+            key = (kind.name, record.card, info.name, info.precision, *kind.same(record, info))
+            sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}"))
+            sweep.members[kind.value(record, info)] = index
+    return [sweep for sweep in found.values() if len(sweep.members) > 1]
+
+
+def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Section:
+    """Tokens/s over what the sweep's records differ in."""
+    values = sorted(sweep.members)
+    by_value = {value: {r.name: r for r in timed(records[sweep.members[value]])} for value in values}
+    names = list(dict.fromkeys(name for results in by_value.values() for name in results))
+    drawn, rows = [], []
+    for name in names:
+        here = {value: results[name] for value, results in by_value.items() if name in results}
+        speeds = {value: (result.tokens_per_s or 0.0) / 1e6 for value, result in here.items()}
+        half = {value: (result.spread or 0.0) / 2 for value, result in here.items()}
+        drawn.append(
+            Line(
+                label=name,
+                x=list(speeds),
+                y=list(speeds.values()),
+                low=[speed * (1 - half[value]) for value, speed in speeds.items()],
+                high=[speed * (1 + half[value]) for value, speed in speeds.items()],
+            )
+        )
+        cells = [Cell(text=amount(1e6 * speeds[value]) if value in speeds else "–") for value in values]
+        rows.append([words(name), *cells])
+    return Section(
+        key=f"sweep-{number}",
+        title=f"Tokens/s over the {sweep.kind.name}",
+        lead=sweep.kind.lead,
+        chart=lines(drawn, sweep.kind.axis, "million tokens/s", ticks=values, from_zero=True),
+        table=Table(headers=("contender", *(f"{sweep.kind.short} {value}" for value in values)), rows=rows),
+    )
