@@ -94,32 +94,43 @@ def bitwise():
 
 
 def update():
+    """The second half of a step alone: AdamW by operations and by kernels, Muon with and without streams."""
     import torch
 
-    result = {}
-    for name in ("gpt2-c256", "hal-20m"):
-        step, _, _ = make(name, 1, {"batch": 2, "context": 64}, None, capture=False)
-        calls = {}
-        from ridgeline.engine.update import Update
+    from ridgeline.engine import FlatParameters, Update
+    from ridgeline.models import build
+    from ridgeline.optim import OptimizerConfig, hidden_matrices
+    from ridgeline.presets import preset
 
-        for impl in ("torch", "triton"):
-            u = Update(step.flat, step.update.config, impl=impl)
-            side = torch.cuda.Stream()
-            with torch.cuda.stream(side):
-                u()
+    result = {}
+    for name in ("gpt2-c256", "hal-20m", "gpt2-124m"):
+        calls, kept = {}, []
+        for label, impl, muon, streams in (
+            ("adamw torch", "torch", False, False),
+            ("adamw", "triton", False, False),
+            ("muon", "triton", True, True),
+            ("muon, one stream", "triton", True, False),
+        ):
+            model = build(preset(name).model, seed=0).cuda()
+            flat = FlatParameters(model, compute=torch.bfloat16, orthogonal=hidden_matrices(model) if muon else ())
+            flat.grad.normal_()
+            flat.lanes[0].loss.fill_(1.0)
+            u = Update(flat, OptimizerConfig(algorithm="muon" if muon else "adamw"), impl=impl)
+            if muon and not streams:
+                u._muon._streams = []
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    u()
+            torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=side):
                 u()
-            calls[impl] = graph.replay
-        result[name] = {"parameters": step.flat.size, **timed(calls, 0.3)}
-    # what gathering bf16 gradients costs
-    grads = [torch.randn_like(leaf) for leaf in step.flat.lanes[0].leaves]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=side):
-        step.flat.lanes[0].begin(add=False)
-        step.flat.lanes[0].gather(grads)
-    result["gather hal-20m"] = timed({"gather": graph.replay}, 0.3)
+            calls[label] = graph.replay
+            kept.append((model, u))
+        result[name] = {"parameters": flat.size, **timed(calls, 0.2)}
+        weights = [update.flat.views(update.flat.masters) for _, update in kept[2:]]
+        result[name]["finite"] = all(bool(torch.isfinite(w).all()) for named in weights for w in named.values())
     return result
 
 

@@ -25,6 +25,8 @@ class MuonUpdate:
         end = flat.start
         self._momentum = first[:end]
         self.direction = torch.zeros(end, dtype=torch.bfloat16, device=flat.device)
+        beside = 2 if flat.device.type == "cuda" else 0  # a Transformer's blocks have matrices of three shapes
+        self._streams = [torch.cuda.Stream(flat.device) for _ in range(beside)]
         self._matrices = [slot.of(self.direction) for slot in flat.slots if slot.offset < end]
 
     @torch.no_grad()
@@ -53,5 +55,5 @@ class MuonUpdate:
 
             before, after = muon_before_raw, muon_after_raw
         before(state, self.config.momentum)
-        torch._foreach_copy_(self._matrices, orthogonalise(self._matrices))
+        torch._foreach_copy_(self._matrices, orthogonalise(self._matrices, self._streams))
         after(state, self.config.weight_decay)

@@ -8,8 +8,9 @@ Training"). In exact arithmetic torch.optim.Muon with adjust_lr_fn="match_rms_ad
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -50,22 +51,41 @@ def scale_of(rows: int, columns: int) -> float:
     return RMS * math.sqrt(max(rows, columns))
 
 
-def orthogonalise(matrices: Sequence[Tensor]) -> list[Tensor]:
+def orthogonalise(matrices: Sequence[Tensor], streams: Sequence[torch.cuda.Stream] = ()) -> list[Tensor]:
     """Matrices of any shapes with their singular values brought near 1, times `scale_of`: bf16, in the same order.
 
     Those of one shape, or of its transpose, pass through as one batch. Nothing waits for the device.
+
+    Args:
+        matrices: on one device.
+        streams: where the batches after the first may run, beside it: a batch is a chain of fifteen products, small
+            ones at the widths of this package.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for index, matrix in enumerate(matrices):
         rows, columns = matrix.shape
         groups.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
     found: dict[int, Tensor] = {}
-    for (rows, columns), members in groups.items():
+    for number, ((rows, columns), members) in enumerate(groups.items()):
         wide = [matrices[i] if len(matrices[i]) == rows else matrices[i].mT for i in members]
-        result_LRC = _iterate(torch.stack(wide).bfloat16(), scale_of(rows, columns))
+        with _beside(streams[(number - 1) % len(streams)] if number and streams else None):
+            result_LRC = _iterate(torch.stack(wide).bfloat16(), scale_of(rows, columns))
         for i, result_RC in zip(members, result_LRC.unbind(), strict=True):
             found[i] = result_RC if len(matrices[i]) == rows else result_RC.mT
+    for stream in streams[: len(groups) - 1]:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
     return [found[i] for i in range(len(matrices))]
+
+
+@contextlib.contextmanager
+def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on another stream, after all that the current one has been given; None for the current one itself."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _iterate(x_LRC: Tensor, scale: float) -> Tensor:
