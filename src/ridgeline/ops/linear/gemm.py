@@ -198,6 +198,13 @@ def _kernel(
     return kernel, config.smem(macros["K_CHUNKS"], residual or derivative, macros["STAGES"])
 
 
+def mask_arguments(masks: Masks | None, N: int) -> tuple[cuda.Argument, ...]:
+    """The kernels' last parameters: where seed and step lie, N, site, threshold, scale, rows and number of samples."""
+    if masks is None:
+        return None, N, 0, 0, 1.0, 1, 0
+    return masks.state.seed_step, N, masks.site, *quantise(masks.p), masks.T, masks.state.sample_offset
+
+
 def gemm(
     a_MK: Tensor,
     b: Tensor,
@@ -241,11 +248,8 @@ def gemm(
     map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
     map_u = map_d if pre_MN is None else cuda.tensor_map(pre_MN, panel)
     sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
-    threshold, scale = quantise(masks.p) if masks else (0, 1.0)
     arguments: Sequence[cuda.Argument] = (
-        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums,
-        masks.state.seed_step if masks else None, N, masks.site if masks else 0, threshold, scale,
-        masks.T if masks else 1, masks.state.sample_offset if masks else 0,
+        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, smem, arguments)
     return sums

@@ -9,9 +9,11 @@
 // Macros (see stationary.py):
 //   K_CHUNKS: ceil(K / 64), at most 8. LAPS: tiles of A in the ring. B_TRANSPOSED: B is given as [K, N].
 //   CLUSTER: 1, or 2: pairs of blocks share the rows of A, each bringing half of them to both.
-//   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   3 D = acc · gelu'(C), with column sums of D
-//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1).
+//   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   2 D = C + dropout(acc + bias)
+//             3 D = acc · gelu'(C), with column sums of D
+//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
 #include "gelu.cuh"
+#include "ridgeline/dropout.cuh"
 #include "smem.cuh"
 
 using namespace rl;
@@ -20,7 +22,7 @@ constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; o
 constexpr bool PAIRED = CLUSTER == 2;
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
 constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
-constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE == 3;
+constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr int OUTPUTS = BOTH ? 2 : 1;
 // dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers
 constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
@@ -39,6 +41,15 @@ static_assert(8 * (2 * STAGES + 8) <= 1024, "barriers overflow");
 struct Problem {
   const TensorMap *a, *b, *c, *d, *u;
   int n;
+};
+
+// Dropout of a tile of D. Four neighbouring columns of a row share a counter; the four lanes that hold them draw four rows'
+// counters each, and pass on one bit a column.
+struct Mask {
+  DropoutKeys site;
+  u32 bias;
+  float scale;
+  int rows_per_sample, quads, first_sample;
 };
 
 // A stretch of work: {column tile + 65536 · row of partial sums, first row tile, row tile step, count}.
@@ -140,6 +151,38 @@ struct Consumer {
   u32 weights[4 * K_CHUNKS][4];
   float bias[2], sums[2];
   u32 out[4], pre[4], c[4];
+  Mask mask;
+  DropoutKeys keys[2];  // of the sample that the tile's first row belongs to, and of the next
+  int position;         // of the first row in its sample
+  u32 kept[4];          // bit 4 (2 h + e), from each of the four lanes: whether this lane's column is kept
+
+  // Row `row` begins a tile of dropout.
+  RL_D void begin_mask(int row) {
+    const int sample = row / mask.rows_per_sample;
+    position = row - sample * mask.rows_per_sample;
+#pragma unroll
+    for (int next = 0; next < 2; ++next) keys[next] = dropout_stream(mask.site, sample + next + mask.first_sample);
+  }
+  // Bits for parts j to j + 3: the lane of quad member i draws for part j + i.
+  RL_D void draw(int j, int column) {
+    const int member = lane >> 2 & 3;
+    u32 bits = 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int place = position + 8 * (j + member) + 2 * (lane & 3) + e, next = place >= mask.rows_per_sample;
+        const u32 row_counter = (place - (next ? mask.rows_per_sample : 0)) * mask.quads;
+        const u32 counter = row_counter + (column + 16 * warp + 8 * h) / 4 + (lane >> 4);
+        const DropoutWords words = dropout_words(counter, {next ? keys[1].key_0 : keys[0].key_0, next ? keys[1].key_1 : keys[0].key_1});
+        const u32 low = (dropout_keep_bits(words.word_0, mask.bias) & 0x80008000u) >> 15;
+        const u32 high = (dropout_keep_bits(words.word_1, mask.bias) & 0x80008000u) >> 13;
+        bits |= (low | high) << (4 * (2 * h + e));
+      }
+#pragma unroll
+    for (int from = 0; from < 4; ++from)
+      kept[from] = __shfl_sync(FULL, bits, (lane & 0x13) | from << 2) >> ((member & 1) * 16 + (member >> 1) * 2);
+  }
 
   RL_D void release(int slot) const {
     if (lane == 0) barrier_arrive(bar.empty(slot));
@@ -175,7 +218,9 @@ struct Consumer {
   }
 
   // Eight rows of a tile: columns lane / 4 (+ 8), rows 8 j + 2 (lane % 4) (+ 1).
-  RL_D void part(float (&acc)[32], int j) {
+  RL_D void part(float (&acc)[32], int j, int column, int row) {
+    if (EPILOGUE == 2 && DROPOUT && j == 0) begin_mask(row);
+    if (EPILOGUE == 2 && DROPOUT && j % 4 == 0) draw(j, column);
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
     if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
@@ -188,6 +233,13 @@ struct Consumer {
         sums[h] += v0 + v1;
       } else if (HAS_BIAS) {
         v0 += bias[h], v1 += bias[h];
+      }
+      if (EPILOGUE == 2) {
+        if (DROPOUT) {
+          v0 = kept[j & 3] >> (8 * h) & 1 ? v0 * mask.scale : 0.f;
+          v1 = kept[j & 3] >> (8 * h + 4) & 1 ? v1 * mask.scale : 0.f;
+        }
+        v0 += pair_low(c[pair]), v1 += pair_high(c[pair]);
       }
       if (BOTH) pre[pair] = pack_pair(v0, v1);
       if (EPILOGUE == 1) activate(v0, v1);
@@ -232,7 +284,7 @@ struct Consumer {
       }
       if (OLD)
 #pragma unroll
-        for (int j = 8 * chunk / K_CHUNKS; j < 8 * (chunk + 1) / K_CHUNKS; ++j) part(old, j);
+        for (int j = 8 * chunk / K_CHUNKS; j < 8 * (chunk + 1) / K_CHUNKS; ++j) part(old, j, column, row);
       if (chunk > 0) {
         wgmma_wait<1>();
         release(first + chunk - 1);
@@ -246,7 +298,7 @@ struct Consumer {
     wgmma_touch(acc);
     release(slot_before());
 #pragma unroll
-    for (int j = 0; j < 8; ++j) part(acc, j);
+    for (int j = 0; j < 8; ++j) part(acc, j, column, row);
     send(column, row);
   }
   RL_D void write_sums(float* partials, int column) {
@@ -287,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
     stationary(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
                const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
-               int n) {
+               const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
@@ -321,6 +373,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
     const Barriers there{PAIRED ? remote_address(bar.base, cluster_rank() ^ 1) : 0};
     Consumer me{p, smem, bar, there, group, warp, lane, warp == 0 && lane == 0,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
+    if (EPILOGUE == 2 && DROPOUT)
+      me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
+                 first_sample};
     me.consume(schedule, bias, partials);
   }
   if (PAIRED) cluster_sync();  // no block leaves while the other still sends to it

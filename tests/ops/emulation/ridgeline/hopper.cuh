@@ -48,6 +48,7 @@ struct Index {
 #define __syncwarp() sync_warp()
 #define __syncthreads() sync_block()
 #define __shfl_xor_sync(lanes, value, mask) shuffle_xor(value, mask)
+#define __shfl_sync(lanes, value, source) shuffle(value, source)
 
 namespace emulation {
 
