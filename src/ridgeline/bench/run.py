@@ -48,8 +48,9 @@ class _Bench:
 
     def group(self, names: Sequence[str], number: int) -> list[str]:
         """Measures one group; returns the contenders that found no memory or time and may run in another."""
-        teams, late = self._start(names)
+        teams: list[Team] = []
         try:
+            late = self._start(names, teams)
             self._turns([team for team in teams if not team.error])
             self._look_inside(teams)
             crowded = []
@@ -63,22 +64,21 @@ class _Bench:
             for team in teams:
                 team.close()
 
-    def _start(self, names: Sequence[str]) -> tuple[list[Team], list[str]]:
-        """Starts the contenders, and says which of them the group has no time for."""
-        teams: list[Team] = []
+    def _start(self, names: Sequence[str], teams: list[Team]) -> list[str]:
+        """Starts the contenders, into `teams`, and says which of them the group has no time for."""
         if self.plan.together:
             self.say(f"starting {', '.join(names)}")
-            teams = [Team(self.case, name, self.device, self.plan, self.gpus) for name in names]
+            teams += [Team(self.case, name, self.device, self.plan, self.gpus) for name in names]
             for team in teams:
                 team.wait(self.plan.build_s)
             for team in teams:
                 self._release(team)
-            return teams, []
+            return []
         began, needs = time.monotonic(), [0.0]
         for place, name in enumerate(names):
             expected = time.monotonic() - began + sum(needs) + 2 * max(needs)
             if expected > self.plan.group_s and not set(names[:place]) <= set(ANCHORS):
-                return teams, list(names[place:])
+                return list(names[place:])
             self.say(f"starting {name} ({place + 1} of {len(names)})")
             start = time.monotonic()
             team = Team(self.case, name, self.device, self.plan, self.gpus)
@@ -87,7 +87,7 @@ class _Bench:
             turn = self._release(team)
             # its turns, and as long again as it took to start for what is looked at afterwards
             needs.append(self.plan.rounds * turn + time.monotonic() - start)
-        return teams, []
+        return []
 
     def _release(self, team: Team) -> float:
         """A short turn that nobody looks at; it ends with unused memory given back. Returns what a turn will take."""
