@@ -16,7 +16,6 @@ from ridgeline.errors import (
     CheckpointError,
     ConfigError,
     MissingExtraError,
-    RidgelineError,
     UnsupportedError,
     WorkerError,
 )
@@ -27,7 +26,6 @@ from ridgeline.games.env import FIRST_EVALUATION_SEED
 from ridgeline.models import ControllerPolicy, DecoderConfig
 from ridgeline.play import Evaluation, GameResult, Player, decide, evaluate, load_player, play_games, rollout
 from ridgeline.play.decide import Decider
-from ridgeline.play.ledger import Ledger
 from ridgeline.play.window import Window
 
 judge = importlib.import_module("ridgeline.play.evaluate")  # the package has a function of that name
@@ -406,27 +404,3 @@ def test_games_that_are_kept_are_not_played_again(trained, tmp_path, monkeypatch
     for change in ({"temperature": 0.5}, {"level": 1}, {"cache": "none"}, {"first_seed": 5_001}):
         with pytest.raises(WorkerError, match="0 of 1 games came back"):
             evaluate(path, 1, keep=file, **{"first_seed": 5_000, **change})
-
-
-def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
-    one, two = (GameResult(seed=s, level=0, dealt=2, taken=1, knockout=0, steps=5, decision_s=0.5) for s in (3, 4))
-    file = tmp_path / "games.jsonl"
-    ledger = Ledger(file)
-    ledger.add({"at": 1.0}, one)
-    whole = file.read_bytes()
-    file.write_bytes(whole + whole[:-9])  # the second was cut off
-    ledger = Ledger(file)
-    assert ledger.find({"at": 1.0}, 0, [3]) == [one]
-    assert ledger.find({"at": 1.0}, 0, [3, 4]) is None
-    assert ledger.find({"at": 2.0}, 0, [3]) is None
-    assert ledger.find({"at": 1.0}, 1, [3]) is None
-    ledger.add({"at": 1.0}, two)
-    assert Ledger(file).find({"at": 1.0}, 0, [4, 3]) == [two, one]
-    for content in ('{"contender": "a"}', "[]", "no", '{"seed": "x"}'):
-        file.write_text(content + "\n")
-        with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
-            Ledger(file)
-    with pytest.raises(RidgelineError, match="cannot be read"):
-        Ledger(tmp_path)
-    with pytest.raises(RidgelineError, match="cannot write"):
-        Ledger(tmp_path / "nowhere" / "games.jsonl").add({}, one)

@@ -1,0 +1,31 @@
+"""Finished games on disk."""
+
+import pytest
+
+from ridgeline.errors import RidgelineError
+from ridgeline.play import GameResult
+from ridgeline.play.ledger import Ledger
+
+
+def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
+    one, two = (GameResult(seed=s, level=0, dealt=2, taken=1, knockout=0, steps=5, decision_s=0.5) for s in (3, 4))
+    file = tmp_path / "games.jsonl"
+    ledger = Ledger(file)
+    ledger.add({"at": 1.0}, one)
+    whole = file.read_bytes()
+    file.write_bytes(whole + whole[:-9])  # the second was cut off
+    ledger = Ledger(file)
+    assert ledger.find({"at": 1.0}, 0, [3]) == [one]
+    assert ledger.find({"at": 1.0}, 0, [3, 4]) is None
+    assert ledger.find({"at": 2.0}, 0, [3]) is None
+    assert ledger.find({"at": 1.0}, 1, [3]) is None
+    ledger.add({"at": 1.0}, two)
+    assert Ledger(file).find({"at": 1.0}, 0, [4, 3]) == [two, one]
+    for content in ('{"contender": "a"}', "[]", "no", '{"seed": "x"}'):
+        file.write_text(content + "\n")
+        with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
+            Ledger(file)
+    with pytest.raises(RidgelineError, match="cannot be read"):
+        Ledger(tmp_path)
+    with pytest.raises(RidgelineError, match="cannot write"):
+        Ledger(tmp_path / "nowhere" / "games.jsonl").add({}, one)
