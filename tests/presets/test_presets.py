@@ -49,11 +49,13 @@ def test_hal_trains_as_the_original_did():
     assert config.step_tokens == 131_072
     assert config.steps == 32_768
     assert dataclasses.asdict(config.optimizer) == {
+        "algorithm": "adamw",
         "lr": 3e-4,
         "floor": 1e-6,
         "warmup": 0,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
+        "momentum": 0.95,  # Muon's
         "weight_decay": 0.01,
         "clip": 1.0,
     }
