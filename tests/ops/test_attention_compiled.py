@@ -24,3 +24,10 @@ def test_kernel(name: str, D: int, relative: int, dropout: int, blocks: int) -> 
     assert used.spill_loads <= SPILLED
     if blocks > 1:  # with one block nothing runs ahead, and ptxas may say that it waits after every wgmma
         assert "serialized" not in cubin.log
+
+
+def test_forward_of_few_heads() -> None:
+    shape = {"HEAD_WIDTH": 32, "ROW_BLOCKS": 4, "RL_RELATIVE": 0, "RL_DROPOUT": 0, "WARPGROUPS": 4, "RL_HALVES": 1}
+    cubin = build(SOURCES / "forward.cu", shape, "sm_90a")
+    assert cubin.resources()["attention_forward"].spill_stores == 0
+    assert "serialized" not in cubin.log

@@ -91,6 +91,10 @@ CASES = [
     Case(T=256, H=4, G=1, D=32, rows=0, p=0.0, grid=3, seed=5),
     Case(T=150, H=4, G=2, D=32, rows=0, p=0.1, B=2, grid=2, seed=6, late=True, in_block=True),
 ]
+HALVED = [  # half-heads are at most four times the blocks
+    Case(T=256, H=4, G=1, D=32, rows=0, p=0.0, grid=3, seed=9),
+    Case(T=200, H=2, G=2, D=32, rows=0, p=0.1, grid=1, seed=10, late=True),
+]
 
 
 def compiled(folder: Path, source: str, defines: dict[str, int]) -> ctypes.CDLL:
@@ -181,8 +185,17 @@ def test_shared_memory_of_a_launch_is_that_of_the_kernel(D: int, blocks: int, re
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_forward(case: Case, tmp_path: Path) -> None:
+    check_forward(case, {"WARPGROUPS": 3}, tmp_path)
+
+
+@pytest.mark.parametrize("case", HALVED, ids=str)
+def test_forward_of_few_heads(case: Case, tmp_path: Path) -> None:
+    check_forward(case, {"WARPGROUPS": 4, "RL_HALVES": 1}, tmp_path)
+
+
+def check_forward(case: Case, groups: dict[str, int], tmp_path: Path) -> None:
     x = Problem(case)
-    library = compiled(tmp_path, FORWARD, case.defines | {"WARPGROUPS": 3})
+    library = compiled(tmp_path, FORWARD, case.defines | groups)
     out = unwritten(case.B, case.T, case.H, case.D, dtype=torch.bfloat16)
     lse = unwritten(case.B, case.H, case.T)
     box = (1, 64, 1, case.D)

@@ -22,6 +22,7 @@ LONGEST = 256
 WIDTHS = (32, 64)
 _SOURCES = Path(__file__).parent / "cuda"
 _FORWARD_GROUPS = 3  # warpgroups of a thread block, each with a head of its own
+_SHARING_GROUPS = 4  # where heads are so few that two warpgroups share each
 _FORWARD_KINDS = "MMMPPPPqiiiiiiiiffIII"
 _BACKWARD_KINDS = "MMMMMMPPPPPPPPPPiiiiiiiffIII"
 
@@ -131,16 +132,15 @@ def forward(
         drop: from `dropping`.
     """
     B, T, H, D = q_BTHD.shape
-    defines = _defines(q_BTHD, table_RD, drop) | {"WARPGROUPS": _FORWARD_GROUPS}
-    blocks = defines["ROW_BLOCKS"]
+    defines = _defines(q_BTHD, table_RD, drop)
+    blocks, processors = defines["ROW_BLOCKS"], _processors(q_BTHD.device)
+    halves = blocks == 4 and D == 32 and table_RD is None and _SHARING_GROUPS * processors >= 2 * B * H
+    groups = _SHARING_GROUPS if halves else _FORWARD_GROUPS
+    defines |= {"WARPGROUPS": groups, "RL_HALVES": int(halves)}
     kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS, patient=True)
     tile = 128 * D
     relative = table_RD is not None
-    smem = (
-        (blocks if relative else 0) * tile
-        + _FORWARD_GROUPS * 2 * blocks * tile
-        + 8 * (_FORWARD_GROUPS * (blocks + 1) + 1)
-    )
+    smem = (blocks if relative else 0) * tile + groups * 2 * blocks * tile + 8 * (groups * (blocks + 1) + 1)
     map_k = _map(k_BTGD)
     arguments = (
         map_k, _map(v_BTGD), _table_map(table_RD) if table_RD is not None else map_k, q_BTHD, out_BTHD, lse_BHT,
@@ -148,8 +148,8 @@ def forward(
         B * H, q_BTHD.stride(1), q_BTHD.stride(2), _pitch("out", out_BTHD), scale, drop.kept, drop.site,
         drop.first_sample * H, drop.threshold,
     )  # fmt: skip
-    grid = min(_processors(q_BTHD.device), B * H)
-    kernel.launch((grid,), 128 * _FORWARD_GROUPS, smem, arguments)
+    grid = min(processors, B * H)
+    kernel.launch((grid,), 128 * groups, smem, arguments)
 
 
 @dataclass(frozen=True)

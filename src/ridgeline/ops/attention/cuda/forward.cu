@@ -1,11 +1,19 @@
 // Forward of short-window attention (T <= 256). Each warpgroup of a persistent thread block takes heads of its own: K and V
 // of a head lie whole in shared memory, the table is shared, Q is read straight into registers. Query blocks go from the
 // last to the first, so that a key block is free for the next head's copy once its own query block is done.
+//
+// RL_HALVES, for four query blocks and so few heads that no warpgroup has a second one: two warpgroups share a head, one
+// with the last and the first query block, the other with those between, five squares each.
 #include "attention.cuh"
+
+#ifndef RL_HALVES
+#define RL_HALVES 0
+#endif
 
 namespace rl {
 
-constexpr int GROUPS = WARPGROUPS;
+constexpr int GROUPS = WARPGROUPS, SHARES = 1 + RL_HALVES;  // warpgroups of a head
+static_assert(!RL_HALVES || BLOCKS == 4, "only four query blocks fall into two equal halves");
 // A row's reference is the largest score of its first key block, and stays so while its probabilities sum to less than this.
 constexpr float LIMIT = RL_FP16 ? 16384.f : 1e18f;
 
@@ -171,9 +179,9 @@ struct Worker {
     wgmma_commit();
   }
   // One square; leaves its product with V and the next window's R under way.
-  RL_D void square(int i, int j, u32 phase) {
+  RL_D void square(int i, int j, int top, u32 phase) {
     const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4) + p.group * (HEAD_BYTES >> 4) + j * (TILE >> 4);
-    if (i == BLOCKS - 1) barrier_wait(p.keys_full(j), phase);
+    if (i == top) barrier_wait(p.keys_full(j), phase);
     wgmma_wait<0>();
     wgmma_touch(o);
     if (RELATIVE) {
@@ -207,15 +215,16 @@ struct Worker {
 };
 
 RL_D void run(const Arguments& a, const Place& p) {
-  const int step = GROUPS * gridDim.x, first_unit = blockIdx.x + p.group * gridDim.x;
+  const int step = GROUPS * gridDim.x, work = blockIdx.x + p.group * gridDim.x, first_unit = work / SHARES;
   if (first_unit >= a.heads_in_all) return;
+  const int top = BLOCKS - 1 - work % SHARES;  // the first query block
   DropoutKeys site{};
   if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
   Head head(a, first_unit), next_head = head;
   if (p.warp == 0 && p.lane == 0)
-    for (int j = BLOCKS - 1; j >= 0; --j) load_keys(a, p, head, j);
+    for (int j = top; j >= 0; --j) load_keys(a, p, head, j);
   Worker w(a, p);
-  w.raw.load(a, head, 64 * (BLOCKS - 1) + 16 * p.warp, p.lane);
+  w.raw.load(a, head, 64 * top + 16 * p.warp, p.lane);
   w.raw.finish(w.aq, p.lane);
   if (RELATIVE) {
     barrier_wait(p.table_full(), 0);
@@ -225,16 +234,17 @@ RL_D void run(const Arguments& a, const Place& p) {
   u32 done = 0, blocks = 0;
 #pragma unroll 1
   for (; head.unit < a.heads_in_all; head = next_head, ++done) {
-    next_head = Head(a, head.unit + step);
+    next_head = Head(a, RL_HALVES ? a.heads_in_all : head.unit + step);
     const bool more = next_head.unit < a.heads_in_all;
     if (DROPOUT) w.keys = dropout_stream(site, a.stream + head.unit);
 #pragma unroll 1
-    for (int i = BLOCKS - 1; i >= 0; --i, ++blocks) {
-      if (i > 0 || more) w.raw.load(a, i > 0 ? head : next_head, 64 * (i > 0 ? i - 1 : BLOCKS - 1) + 16 * p.warp, p.lane);
+    for (int i = top, next; i >= 0; i = next, ++blocks) {
+      next = !RL_HALVES ? i - 1 : i == top ? BLOCKS - 1 - top : -1;
+      if (next >= 0 || more) w.raw.load(a, next >= 0 ? head : next_head, 64 * (next >= 0 ? next : top) + 16 * p.warp, p.lane);
       w.x = {{NOTHING, NOTHING}, {0.f, 0.f}};
 #pragma unroll 1
       for (int j = i; j >= 0; --j) {
-        w.square(i, j, done & 1);
+        w.square(i, j, top, done & 1);
         // A key block is free after its own query block; its next copy starts one query block later, when all warps are.
         const bool in_next = i < BLOCKS - 1;
         if (j == i && p.lane == 0 && p.warp == i % 4 && (in_next ? more : done > 0)) {
