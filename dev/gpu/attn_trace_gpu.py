@@ -22,6 +22,12 @@ S = [  # file, anchor, group, square, id, after
     ("scores.cuh", "      if (BLOCKS > 2) begin_next();\n", 1, "squares", 4, 0),
     ("scores.cuh", "      if (!BEHIND)\n", 1, "squares", 5, 0),
     ("scores.cuh", "      if (BLOCKS <= 2) begin_next();\n", 1, "squares", 6, 0),
+    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r);\n      const bool", 1, "squares", 0, 0),
+    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r);\n      const bool", 1, "squares", 1, 0),
+    ("scores.cuh", "      start_next();\n      if (SPLIT", 1, "squares", 4, 0), ("scores.cuh", "      if (SPLIT && turns) {", 1, "squares", 5, 0),
+    ("scores.cuh", "      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);\n#pragma unroll\n      for (int b = 0; b < 4; ++b) {\n        u32 m[4];", 4, "squares - 1", 0, 0),
+    ("scores.cuh", "      arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);\n      if (q.first) keys.clear(), first = 0;\n      take_keys", 4, "squares - 1", 1, 0),
+    ("scores.cuh", "      if (q.last) {  // nothing more to the left", 4, "squares - 1", 2, 0),
     ("gradients.cuh", "      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);\n      const u32 operands = p.operands(), queries", 2, "done * SQUARES + n", 0, 0),
     ("gradients.cuh", "      const u32 operands = p.operands(), queries = operands", 2, "done * SQUARES + n", 1, 0),
     ("gradients.cuh", "      wgmma_touch(dk[slot]);\n", 2, "done * SQUARES + n", 2, 1),
@@ -35,8 +41,8 @@ S = [  # file, anchor, group, square, id, after
     ("gradients.cuh", "        store_query_rows(a, p, Head(a, unit), q.i, dq);\n      }\n", 3, "squares", 5, 1),
 ]
 NAMES = ["scores: top | wgmma wait | elementwise | begin next | stage empty | store", "relative: top | rows + wgmma wait | skew | R empty | store | begin next | back",
-         "keys: top | stage full | wgmma | flush", "queries: top | stage full | dq | windows | copies | store"]
-COUNT = [6, 7, 4, 6]
+         "keys: top | stage full | wgmma | flush", "queries: top | stage full | dq | windows | copies | store", "back: top | stage full | window | last window"]
+COUNT = [6, 7, 4, 6, 3]
 
 def patched(folder):
     folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +61,7 @@ def run(name):
     short = A.short_module(os.environ.get("ATTN_FOLDER"))
     case = A.TIMES[name]; us = A.Ours(case, A.make(case)); us.fwd(); torch.cuda.synchronize()
     path, real = patched(Path("/tmp/attn_trace")), short.cuda.load
-    buf = torch.zeros(4 * 300 * 16, dtype=torch.int64, device="cuda")
+    buf = torch.zeros(5 * 300 * 16, dtype=torch.int64, device="cuda")
     class Fake:
         def __init__(s, k): s.k = k
         def launch(s, grid, block, smem, args, *more, **kw): args = list(args); args[10] = buf; s.k.launch(grid, block, smem, args, *more, **kw)
@@ -66,9 +72,9 @@ def run(name):
     try:
         us.bwd(); torch.cuda.synchronize(); us.bwd(); torch.cuda.synchronize()
     finally: short.cuda.load = real
-    x = buf.view(4, 300, 16).cpu().tolist(); b = -(-case[1] // 64); per = b * (b + 1) // 2; heads = range(5, 25)
+    x = buf.view(5, 300, 16).cpu().tolist(); b = -(-case[1] // 64); per = b * (b + 1) // 2; heads = range(5, 25)
     print(f"TRACE {name}: cycles a head {(x[0][per * 25][1] - x[0][per * 5][1]) / 20:.0f}")
-    for g in range(4):
+    for g in range(5):
         print(" " + NAMES[g])
         for s in range(per):
             row = []

@@ -23,10 +23,10 @@ def configs():
     for B, T, H, G, D, rel, p, R, h in wanted:
         base = dict(HEAD_WIDTH=D, ROW_BLOCKS=-(-T // 64), RL_RELATIVE=rel, RL_DROPOUT=int(p > 0), RL_FP16=h)
         out.add(("forward.cu", tuple((base | dict(WARPGROUPS=3)).items())))
-        for c in (0, 1): out.add(("backward.cu", tuple((base | dict(RL_GROUPED=0 if G == H else 2 if (D == 32 or T <= 128) and B * G >= 396 else 1, RL_COLUMN_SUMS=c)).items())))
+        out.add(("backward.cu", tuple((base | dict(RL_GROUPED=0 if G == H else 2 if (D == 32 or T <= 128) and B * G >= 396 else 1, RL_COLUMN_SUMS=1)).items())))
     return sorted(out)
 
-def timings(folders, rounds=5):
+def timings(folders, rounds=3):
     import torch
     flush = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     def med(f, n=8):
@@ -44,13 +44,13 @@ def timings(folders, rounds=5):
         t = A.make(case); small = case[0] <= 32; runs = {}
         for folder in folders:
             us = A.Ours(case, t, folder); us.fwd()
-            fs = (us.fwd, us.bwd, lambda us=us: us.bwd(True))
+            fs = (us.fwd, lambda us=us: us.bwd(True))
             runs[folder] = [graph(f) for f in fs] if small else fs
-        got = {f: [[], [], []] for f in folders}
+        got = {f: [[], []] for f in folders}
         for r in range(rounds):
             for f in (folders if r % 2 == 0 else folders[::-1]):
-                for k in range(3): got[f][k].append(med(runs[f][k]) / (10 if small else 1))
-        print("RESULT " + json.dumps({name: {Path(f or "main").name: [round(sorted(x)[rounds // 2], 1) for x in v] + [round(max(v[2]) - min(v[2]), 1)] for f, v in got.items()}}), flush=True)
+                for k in range(2): got[f][k].append(med(runs[f][k]) / (10 if small else 1))
+        print("RESULT " + json.dumps({name: {Path(f or "main").name: [round(sorted(x)[rounds // 2], 1) for x in v] + [round(max(v[1]) - min(v[1]), 1)] for f, v in got.items()}}), flush=True)
         del runs, t; torch.cuda.empty_cache()
 
 def sub(script, args, timeout, folder=None):
@@ -75,10 +75,10 @@ def main(folders):
     for l in out.splitlines():
         if l.startswith("RESULT "):
             for n, r in json.loads(l[7:]).items():
-                report[n] = r; print(n, "(forward, backward, backward with sums, spread)"); [print("    %-6s" % f, *("%8.1f" % x for x in v)) for f, v in r.items()]
+                report[n] = r; print(n, "(forward, backward with sums, its spread)"); [print("    %-6s" % f, *("%8.1f" % x for x in v)) for f, v in r.items()]
     if err: print("time", err)
     (OUT / "attn_variants.json").write_text(json.dumps(report))
-    for f in folders:
+    for f in folders[1:]:
         out, err = sub(str(Path(__file__).with_name("attn_trace_gpu.py")), TRACED, 30, f); print("==", Path(f or "main").name); print(out[:9000], err, flush=True)
     print("all %.0f s" % (time.time() - t0))
 
