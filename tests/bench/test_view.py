@@ -34,7 +34,9 @@ def test_a_ratio_is_taken_within_its_group_and_only_if_it_says_something():
     found = record(BASE, fast, noisy, other)
     assert against(fast, found) == "2.00×"
     assert against(noisy, found) == "≈"
-    assert against(other, found) == ""  # nothing of its group to compare with
+    assert against(other, found) == ""  # it is alone in its group
+    pair = record(replace(BASE, name="eager"), replace(BASE, name="compile", step_ms=1.0))
+    assert against(pair.contenders[0], pair) == "0.50×"  # without compile+graph, over the fastest of PyTorch
     assert against(BASE, found) == ""
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from ridgeline.bench.ratios import ratio
+from ridgeline.bench.ratios import baselines, ratio
 from ridgeline.records import ContenderResult, Record
 
 REFERENCE = "compile+graph"
 
 
+def _reference(record: Record, group: int) -> str | None:
+    """What the others of a group are compared with: `compile+graph`, or without it the fastest PyTorch contender."""
+    found = [other.name for other in baselines(record, group)]
+    return REFERENCE if REFERENCE in found else next(iter(found), None)
+
+
 def against(result: ContenderResult, record: Record) -> str:
-    """Speed against `compile+graph` of the same group: "1.84×", or "≈" where the spread swallows the difference."""
-    found = ratio(record, result.name, REFERENCE, result.group)
+    """Speed against the reference of the same group: "1.84×", or "≈" where the spread swallows the difference."""
+    over = _reference(record, result.group)
+    found = None if over is None else ratio(record, result.name, over, result.group)
     return "" if found is None else str(found)
 
 
@@ -43,9 +50,11 @@ def table(record: Record) -> str:
                      f"throttled by: {', '.join(during['throttle']) or 'nothing'}")  # fmt: skip
     lines.append(
         f"{'contender':<30}{'group':>5}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}{'floor':>7}"
-        f"{'GiB':>8}{'first s':>9}{'':>8}"
+        f"{'GiB':>8}{'first s':>9}{'× ref':>8}"
     )
-    return "\n".join([*lines, *(_line(result, record) for result in record.contenders)])
+    lines += [_line(result, record) for result in record.contenders]
+    references = {_reference(record, result.group) for result in record.contenders} - {None}
+    return "\n".join([*lines, *(f"× ref: over {name} of the same group" for name in sorted(map(str, references)))])
 
 
 def _range(values: list[float] | None) -> str:
