@@ -2,6 +2,7 @@ import io
 import json
 import math
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,3 +240,16 @@ def test_foreign_and_missing_checkpoints(config, change, tmp_path):
         resume("foreign")
     with pytest.raises(CheckpointError, match="says nothing of its config"):
         train(config, init_from="foreign")
+
+
+def test_a_checkpoint_from_before_a_setting_existed_goes_on(config, change):
+    train(config)
+    file = Path("run/last/checkpoint.json")
+    header = json.loads(file.read_text())
+    for name in ("algorithm", "momentum"):
+        del header["meta"]["config"]["optimizer"][name]
+    del header["meta"]["config"]["lanes"]
+    file.write_text(json.dumps(header))
+    assert resume("run", change(config, steps=14)).progress.step == 14
+    with pytest.raises(CheckpointError, match=r"optimizer\.momentum expected 0\.95, got 0\.5"):
+        resume("run", change(config, steps=16, optimizer=change(config.optimizer, momentum=0.5)))

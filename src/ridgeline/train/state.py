@@ -264,4 +264,5 @@ def check_resumable(saved: Checkpoint, config: TrainConfig) -> None:
     def bound(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in settings.items() if key not in FREE}
 
-    checkpoint.check_config(bound(settings_of(saved)), bound(to_dict(config)))
+    # read as a config first: settings that an earlier version did not have are what they are by default
+    checkpoint.check_config(bound(to_dict(config_to_resume(saved))), bound(to_dict(config)))
