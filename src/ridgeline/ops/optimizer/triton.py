@@ -28,12 +28,11 @@ _COEFFICIENT, _RATE, _STEP_SIZE, _ROOT_CORRECTION, _UPDATE = (tl.constexpr(slot)
 
 
 @triton.jit
-def plan_step(
-    squares, plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr, loss_ptr, weight_ptr, scale_ptr,
-    growth_ptr, rates, max_norm, growth, backoff, interval,
-    LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, RING: tl.constexpr,
+def plan_ahead(
+    rates_ptr, seed_step_ptr, applied_ptr, loss_ptr, weight_ptr, scale_ptr, rates,
+    LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr,
 ):  # fmt: skip
-    """The scalar part of a step, given the gradient's sum of squares."""
+    """What is known before the norm: step, rate, loss, divisor, steps applied, step size, correction."""
     step = tl.load(seed_step_ptr + 1)
     rate = tl.load(rates_ptr + tl.minimum(step, rates - 1))
     loss, divisor = tl.load(loss_ptr), 1.0
@@ -42,19 +41,29 @@ def plan_step(
     if weight_ptr is not None:
         divisor *= tl.load(weight_ptr)
         loss = tl.div_rn(loss, tl.load(weight_ptr))
-    norm = tl.div_rn(tl.sqrt_rn(squares), divisor)
-    finite = tl.abs(norm + loss) < float("inf")  # false for NaN too
-    applied = tl.load(applied_ptr) + finite.to(tl.float32)
-    tl.store(applied_ptr, applied)
+    applied = tl.load(applied_ptr)
     # in fp64: 1 − β^t loses four digits in fp32 at the first steps
-    exponent = applied.to(tl.float64)
+    exponent = applied.to(tl.float64) + 1.0
     correction_1 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_1, tl.float64))
     correction_2 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_2, tl.float64))
+    size = (rate.to(tl.float64) / correction_1).to(tl.float32)
+    return step, rate, loss, divisor, applied, size, tl.sqrt(correction_2).to(tl.float32)
+
+
+@triton.jit
+def plan_step(
+    squares, step, rate, loss, divisor, applied, size, root_correction, plan_ptr, seed_step_ptr, applied_ptr,
+    skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING: tl.constexpr,
+):  # fmt: skip
+    """The scalar part of a step, given the gradient's sum of squares and what `plan_ahead` knew."""
+    norm = tl.div_rn(tl.sqrt_rn(squares), divisor)
+    finite = tl.abs(norm + loss) < float("inf")  # false for NaN too
+    tl.store(applied_ptr, applied + finite.to(tl.float32))
     excess = tl.maximum(tl.div_rn(norm + _CLIP_EPS, max_norm), 1.0)
     tl.store(plan_ptr + _COEFFICIENT, tl.div_rn(1.0, divisor * excess))
     tl.store(plan_ptr + _RATE, rate)
-    tl.store(plan_ptr + _STEP_SIZE, (rate.to(tl.float64) / correction_1).to(tl.float32))
-    tl.store(plan_ptr + _ROOT_CORRECTION, tl.sqrt(correction_2).to(tl.float32))
+    tl.store(plan_ptr + _STEP_SIZE, size)
+    tl.store(plan_ptr + _ROOT_CORRECTION, root_correction)
     tl.store(plan_ptr + _UPDATE, finite.to(tl.float32))
     row_ptr = ring_ptr + (step % RING) * 4
     tl.store(row_ptr, loss)
@@ -79,9 +88,15 @@ def adamw_plan_kernel(
     LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, RING: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """Sum of squares of the gradient; the last program to arrive plans the step and resets the arrival count."""
+    """Sum of squares of the gradient; the last program to arrive plans the step and resets the arrival count.
+
+    Every program reads the scalars first, so that the last one need not wait for them when all wait for it.
+    """
     previous_done(EARLY)
     program, programs = tl.program_id(0), tl.num_programs(0)
+    step, rate, loss, divisor, applied, size, root_correction = plan_ahead(
+        rates_ptr, seed_step_ptr, applied_ptr, loss_ptr, weight_ptr, scale_ptr, rates, LOG_BETA_1, LOG_BETA_2
+    )
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     for tile in tl.range(program, tl.cdiv(M, BLOCK), programs, num_stages=STAGES):
@@ -95,9 +110,8 @@ def adamw_plan_kernel(
         rows = tl.arange(0, BLOCK_P)
         parts = tl.load(partials_ptr + rows, mask=rows < programs, other=0.0, volatile=True)
         plan_step(
-            tl.sum(parts, axis=0), plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr, loss_ptr,
-            weight_ptr, scale_ptr, growth_ptr, rates, max_norm, growth, backoff, interval,
-            LOG_BETA_1, LOG_BETA_2, RING,
+            tl.sum(parts, axis=0), step, rate, loss, divisor, applied, size, root_correction, plan_ptr, seed_step_ptr,
+            applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING,
         )  # fmt: skip
         tl.store(arrivals_ptr, 0)
 
@@ -130,7 +144,7 @@ def adamw_update_kernel(
 
 def plan_config(M: int) -> Launch:
     """The launch of the norm kernel for M parameters."""
-    return Launch(rows=1, columns=2048, warps=8, per_processor=4)
+    return Launch(rows=1, columns=4096, warps=8, per_processor=4)
 
 
 def update_config(M: int) -> Launch:
