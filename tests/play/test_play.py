@@ -21,9 +21,8 @@ from ridgeline.errors import (
 )
 from ridgeline.games.boxing.adapter import GAME
 from ridgeline.games.boxing.game import Boxing
-from ridgeline.games.boxing.policy import policy_config
 from ridgeline.games.env import FIRST_EVALUATION_SEED
-from ridgeline.models import ControllerPolicy, DecoderConfig
+from ridgeline.models import ControllerPolicy
 from ridgeline.play import Evaluation, GameResult, Player, decide, evaluate, load_player, play_games, rollout
 from ridgeline.play.decide import Decider
 from ridgeline.play.window import Window
@@ -97,19 +96,6 @@ def shorten(monkeypatch, steps):
 def usual_rounds():
     yield
     GAME.__dict__.pop("environment", None)
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    config = policy_config(DecoderConfig(layers=1, width=32, heads=2, context=8))
-    policy = ControllerPolicy(config, seed=0)
-    meta = {
-        "config": {"model": dataclasses.asdict(config), "window": dataclasses.asdict(WindowSpec(context=8))},
-        "features": GAME.features(),
-    }
-    path = tmp_path_factory.mktemp("run") / "best"
-    checkpoint.save(path, checkpoint.join(model=policy.state_dict()), meta)
-    return path, policy, meta
 
 
 def play_all(seeds, who=None, **settings):
