@@ -251,5 +251,5 @@ def test_a_checkpoint_from_before_a_setting_existed_goes_on(config, change):
     del header["meta"]["config"]["lanes"]
     file.write_text(json.dumps(header))
     assert resume("run", change(config, steps=14)).progress.step == 14
-    with pytest.raises(CheckpointError, match=r"optimizer\.momentum expected 0\.95, got 0\.5"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.momentum expected 0\.5, got 0\.95"):
         resume("run", change(config, steps=16, optimizer=change(config.optimizer, momentum=0.5)))
