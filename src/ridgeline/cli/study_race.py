@@ -40,7 +40,7 @@ class Options:
     """Race: train each contender for the same time on the same data, and see how well it plays on the way.
 
     A contender is PRESET, PRESET:ENGINE or PRESET:ENGINE:SEED; a TOML file of settings may stand for the preset, and
-    +SETTING=VALUE behind either changes one (hal-5m+batch=256:best). They train one after another, or one a card. The
+    behind either stand changes, as in hal-5m+batch=256:best. Contenders train one after another, or one a card. The
     clock counts training alone: compilation, validation and checkpoints do not count and are reported apart. Games are
     played when all training has ended, in processes of their own. Called again with the same arguments, and --out, it
     goes on where it was stopped.
