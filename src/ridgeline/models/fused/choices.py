@@ -23,7 +23,8 @@ class Choices:
         attention: "cuda" (short windows, Hopper), "triton" (any window) or "reference" (explicit, by autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
         qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
-        out: attention's output projection and its input gradient: "cuda" (weights in registers) or "torch" (cuBLAS).
+        out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers) or
+            "residual" (and the residual written by the product, so that the norm stands alone).
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).

@@ -69,11 +69,11 @@ def linear(x_NK: Tensor, weight_MK: Tensor, bias_M: Tensor | None = None, *, imp
 
 
 def input_gradient(dy_NM: Tensor, weight_MK: Tensor, *, impl: str) -> Tensor:
-    """dy W, as `linear`."""
+    """dy W, by the vendor's GEMM or by ops/linear."""
     if impl == "torch":
         return dy_NM @ weight_MK
     dx_NK = dy_NM.new_empty(len(dy_NM), weight_MK.shape[1])
-    products.input_gradient_raw(dy_NM, weight_MK, dx_NK, impl=impl)
+    products.input_gradient_raw(dy_NM, weight_MK, dx_NK, impl="cuda")
     return dx_NK
 
 
@@ -97,6 +97,15 @@ def join_forward(
     return out
 
 
+def norm_forward(run: Pass, r_NC: Tensor, norm: Norm) -> Joined:
+    """The norm of a residual stream that a product has written."""
+    config, out = run.config, _results(run, r_NC, r_NC)
+    norms.norm_forward_raw(
+        r_NC, norm.weight_C, norm.bias_C, out.h_NC, out.mean_N, out.rstd_N, eps=config.norm_eps, kind=config.norm
+    )
+    return out
+
+
 def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Joined]:
     """The join as a product's kernel takes it, and where its results will be."""
     out = _results(run, residual_NC, torch.empty_like(residual_NC))
@@ -109,11 +118,18 @@ def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Jo
 
 def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
     """The join of x Wᵀ: attention's output projection."""
-    if "out" not in run.choices.rows:
+    if "out" in run.choices.rows:
+        fused, out = rows_join(run, residual_NC, join)
+        rows.project_forward_raw(x_NK, weight_CK, fused)
+        return out
+    if run.choices.out != "residual":
         return join_forward(run, linear(x_NK, weight_CK, impl=run.choices.out), residual_NC, join)
-    fused, out = rows_join(run, residual_NC, join)
-    rows.project_forward_raw(x_NK, weight_CK, fused)
-    return out
+    r_NC = torch.empty_like(residual_NC)
+    products.forward_raw(
+        x_NK, weight_CK, r_NC,
+        bias_M=join.branch_bias_C, residual_NM=residual_NC, masks=_masks(run, join), impl="cuda",
+    )  # fmt: skip
+    return norm_forward(run, r_NC, join.norm)
 
 
 def _masks(run: Pass, join: Join) -> Masks | None:

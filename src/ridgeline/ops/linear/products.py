@@ -4,8 +4,8 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 `aligned_empty`.
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
-impl="cuda"   what an H200 did fastest: without a residual and with an inner size up to 512, the product with its
-              weights in registers (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says
+impl="cuda"   what an H200 did fastest: with an inner size up to 512 the product with its weights in registers
+              (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ def forward_raw(
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
-    if impl == "cuda" and residual_NM is None and x_NK.shape[1] <= stationary.LARGEST_K:
-        stationary.stationary(x_NK, weight_MK, out_NM, bias_N=bias_M, gelu=gelu, pre_MN=pre_NM)
+    whole_tiles = masks is None or masks.T >= stationary.LEAST_SAMPLE
+    if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
+        stationary.stationary(
+            x_NK, weight_MK, out_NM, bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks
+        )
         return
     config = gemm.choose(out_NM.shape[0], out_NM.shape[1], x_NK.shape[1], epilogue) if impl == "cuda" else None
     if config is not None:
