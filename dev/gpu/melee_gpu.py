@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75}
+LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75, "by-heart": 60}
 CPU = os.environ.get("DEVICE") == "cpu"
 SMALL = {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
 TURNS, STEPS = (2, 3) if CPU else (4, 60)
@@ -115,7 +115,23 @@ def memorise(data):
     return train(str(Path(data).with_name("scripted")), model={"decoder": decoder}, steps=steps, eval_interval=max(2, steps // 6))
 
 
+def by_heart(data):
+    import torch
+    from ridgeline import checkpoint
+
+    decoder = {**SMALL.get("model", {}).get("decoder", {"width": 256, "heads": 4}), "dropout": 0.0}
+    steps = 6 if CPU else 600
+    values = {"model": {"decoder": decoder}, "steps": steps, "eval_interval": max(2, steps // 4), "optimizer": {"lr": 1e-3}}
+    result = train(str(Path(data).with_name("scripted")), **values)
+    saved = checkpoint.load(result["checkpoint"])
+    weights = {name: tensor.to(torch.bfloat16) for name, tensor in saved.group("model").items()}
+    meta = {name: saved.meta[name] for name in ("preset", "config", "window", "features")}
+    checkpoint.save(Path(os.environ.get("OUT", "out")) / "by_heart", checkpoint.join(model=weights), meta)
+    return result
+
+
 TRIALS = {
+    "by-heart": by_heart,
     "memorise": memorise,
     "loader": loader,
     "step-20m": lambda data: step(data, "hal-20m"),
