@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from data import melee_helpers as replays
-from data.melee_helpers import needs_replays
-from ridgeline.data.melee.replay import parse, read_replay
+from data.melee_helpers import as_the_protocol_has_it, needs_replays
+from ridgeline.data.melee.replay import read_replay
 from ridgeline.games.melee import libmelee, umi
 from ridgeline.games.melee.controls import Encoding
 from ridgeline.games.melee.features import GROUPS, MeleeEyes, features, game_table
-from ridgeline.games.melee.frames import CHARACTERS, FRAME, STAGES, final_rows
+from ridgeline.games.melee.frames import CHARACTERS, FRAME, STAGES
 
 
 def same_inputs(first, second):
@@ -34,38 +34,6 @@ def test_libmelee_gives_what_the_parser_gives(file):
 @pytest.mark.parametrize("file", [replays.FOX_DITTO, replays.ONLINE])
 def test_libmelee_gives_what_the_parser_gives_in_long_games(file):
     same_inputs(read_replay(file).frames, libmelee.read_replay(file))
-
-
-def as_the_protocol_has_it(file):
-    """A replay in the protocol's own words, by way of nothing of ours but which rows stand."""
-    from umi.frame import BUTTONS, FRAME
-
-    bits = {"A": 0x100, "B": 0x200, "X": 0x400, "Y": 0x800, "Z": 0x10, "L": 0x40, "R": 0x20, "D_UP": 0x8}
-    game = parse(file)
-    rows = final_rows(game.frames.id.to_numpy())
-    made = np.zeros(len(rows), FRAME)
-    made["frame"] = game.frames.id.to_numpy()[rows]
-    made["stage"] = {2: 8, 3: 18, 8: 6, 28: 26, 31: 24, 32: 25}[game.start.stage]
-    for seat, port in enumerate(game.frames.ports):
-        pre, post, fighter = port.leader.pre, port.leader.post, made["players"][:, seat]
-        for name, array in {
-            "character": post.character, "stocks": post.stocks, "hurtbox_state": post.hurtbox_state,
-            "jumps_left": post.jumps, "action": post.state, "x": post.position.x, "y": post.position.y,
-            "shield_strength": post.shield,
-        }.items():  # fmt: skip
-            fighter[name] = array.to_numpy()[rows]
-        fighter["percent"] = np.floor(post.percent.to_numpy()[rows])
-        fighter["facing"] = post.direction.to_numpy()[rows] > 0
-        fighter["on_ground"] = post.airborne.to_numpy()[rows] == 0
-        held = fighter["controller"]
-        for name, position in (("main", pre.joystick), ("c", pre.cstick)):
-            held[f"{name}_x"] = (position.x.to_numpy()[rows] + 1) / 2
-            held[f"{name}_y"] = (position.y.to_numpy()[rows] + 1) / 2
-        held["shoulder"] = pre.triggers.to_numpy()[rows]
-        pressed = pre.buttons_physical.to_numpy()[rows]
-        for bit, name in enumerate(BUTTONS):
-            held["buttons"] |= np.where(pressed & bits[name], 1 << bit, 0).astype(np.uint8)
-    return made
 
 
 @needs_replays

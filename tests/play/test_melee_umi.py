@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from data import melee_helpers as replays
-from data.melee_helpers import needs_replays
-from games.test_melee_sources import as_the_protocol_has_it
+from data.melee_helpers import as_the_protocol_has_it, needs_replays
 from play.melee_players import Recorder, save_player, tiny_player
 from ridgeline.cli import main
 from ridgeline.data.melee.replay import read_replay

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -169,11 +170,18 @@ def _dolphin(match: Match, port: int) -> Iterator[tuple[Any, dict[int, Any]]]:
         reached = console.connect()
         if not reached:
             raise _ConsoleError(f"Dolphin does not answer on port {port}{_exit_code(console)}")
+        threading.Thread(target=_watch, args=(console,), daemon=True).start()
         yield console, controllers
     finally:
         if not reached:  # libmelee can only shut down a connection that was made
             console._slippstream._worker = None
         console.stop()
+
+
+def _watch(console: Any) -> None:
+    """Wake a step that waits for a frame when Dolphin is gone; the network takes half a minute to notice."""
+    console._process.wait()
+    console.interrupt()
 
 
 def _headless(dolphin: Path) -> dict[str, Any]:
