@@ -295,8 +295,8 @@ def window_cases() -> dict[str, Case]:
     rows = {"context": "i32/16", "stride": "i32", "shift": "i32"}
     return {
         "text windows": Case(
-            windows.place_kernel, pointers(drawn) | dict.fromkeys(("ends_ptr", "frames_ptr", "first_ptr"), ""),
-            scalars, {}, one_warp,
+            windows.place_kernel, pointers(drawn), scalars,
+            dict.fromkeys(("ends_ptr", "frames_ptr", "first_ptr")), one_warp,
         ),
         "game windows": Case(windows.place_kernel, pointers(f"{drawn} ends frames first"), scalars, {}, one_warp),
         "gather": Case(
