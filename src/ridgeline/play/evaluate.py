@@ -217,8 +217,10 @@ def _digest(source: str | Path) -> str:
 def _play(job: Job) -> Iterator[list[GameResult]]:
     """Finished games as they come, and an empty list now and then as a sign of life."""
     torch.set_num_threads(1)
-    heard = time.monotonic()
-    for finished in play_games(job.load(), job.seeds, level=job.level, temperature=job.temperature):
+    player, heard = job.load(), time.monotonic()
+    if player.device.type == "cuda":
+        torch.cuda.set_device(player.device.index or 0)
+    for finished in play_games(player, job.seeds, level=job.level, temperature=job.temperature):
         if finished or time.monotonic() - heard > HEARTBEAT_SECONDS:
             heard = time.monotonic()
             yield finished

@@ -135,7 +135,7 @@ class _Clocked:
         self.config, self.folder = config, folder
         self.device = torch.device(config.device)
         if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+            torch.cuda.set_device(self.device.index or 0)
         self.data = load_dataset(config.data)
         torch.manual_seed(config.seed)
         self.model = build_model(config)
