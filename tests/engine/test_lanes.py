@@ -6,8 +6,10 @@ import time
 
 import pytest
 
-from engine.helpers import Stranger, language_batch, stranger_loss
+from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
 from ridgeline.engine import TrainStep, choose_lanes
+from ridgeline.errors import OutOfMemoryError
+from ridgeline.models import build
 
 
 @pytest.mark.parametrize("slow", [1, 2])
@@ -23,3 +25,18 @@ def test_the_faster_number_wins_and_what_does_not_divide_is_left_out(slow):
     times = choose_lanes(make, language_batch(batch=4), (1, 2, 3))
     assert min(times, key=times.get) == 3 - slow
     assert times.keys() == {1, 2}
+
+
+def test_lanes_that_find_no_memory_are_left_out():
+    class Full(TrainStep):
+        def __call__(self, batch):
+            if self.cut.lanes > 1:
+                raise OutOfMemoryError("out of memory")
+            super().__call__(batch)
+
+    def make(lanes):
+        return Full(build(LANGUAGE, impl="reference", seed=3), precision="fp32", lanes=lanes)
+
+    assert choose_lanes(make, language_batch(batch=4)).keys() == {1}
+    with pytest.raises(OutOfMemoryError):
+        choose_lanes(make, language_batch(batch=4), (2,))
