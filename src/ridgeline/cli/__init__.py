@@ -15,7 +15,7 @@ from ridgeline.cli.threads import configure_threads
 from ridgeline.errors import RidgelineError, nearest
 
 VERBS = {
-    "data": "prepare a data set: a text, tinyshakespeare, the Python library, Boxing games",
+    "data": "prepare a data set: a text, tinyshakespeare, the Python library, Boxing games, Melee replays",
     "train": "train a preset or a config; go on with a run",
     "sample": "continue a text with a trained language model",
     "play": "judge a trained policy by playing games",
