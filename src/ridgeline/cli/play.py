@@ -33,6 +33,8 @@ MEANS = {"margin": "margin, points a game", "dealt": "dealt, points a game", "ta
 class Options:
     """Judge a trained policy by letting it play seeded games against the game's own opponent, or watch it play one.
 
+    Melee is played on consoles: see `ridgeline play CHECKPOINT --game melee --help`.
+
     With --json the last line is {"games", "wins", "ties", "ko", "ko_against", "margin", "dealt", "taken",
     "intervals", "level", "seconds", "games_per_s", "decision_ms"}: numbers of games, mean points a game, and a 95 %
     interval of each; the time that all took, and the median decision, up to eight games together.
