@@ -36,7 +36,7 @@ check: $(VENV)/.dev
 goals: $(VENV)/.base
 	$(BIN)/python -m ridgeline.bench.goals benchmarks/goals.toml benchmarks/results
 
-docs: $(VENV)/.base
+docs: $(VENV)/.dev
 	$(BIN)/python -m ridgeline.report.docs
 
 format: $(VENV)/.dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,3 +117,17 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert docs.main([str(file)]) == 0
     assert "as the records have it" in capsys.readouterr().out
     assert docs.main([str(tmp_path / "none.md")]) == 2
+
+
+def test_images_of_the_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    drawn = docs.images([samples.ladder(), samples.smaller()], tmp_path)
+    assert [file.name for file in drawn] == ["overview.png", "ladder.png"]
+    assert docs.images([samples.smaller()], tmp_path) == []  # one workload is no overview, and it climbs nothing
+
+
+def test_every_image_that_a_document_shows_is_there():
+    for name in docs.DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for place in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+            assert (ROOT / name).parent.joinpath(place).is_file(), f"{name} shows {place}; run: make docs"

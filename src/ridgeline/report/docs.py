@@ -19,11 +19,13 @@ from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles
 from ridgeline.report.page import circumstances
-from ridgeline.report.sections import base_of, rungs_of, timed
+from ridgeline.report.sections import base_of, bench_sections, overview_section, rungs_of, timed
+from ridgeline.report.svg import write_png
 from ridgeline.report.sweeps import sweeps
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
 DOCUMENTS = ("README.md", "docs/ladder.md")
+IMAGES = "docs/images"
 RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
 LADDER = "hal-20m"
 MISSING = "*Not measured yet.*"
@@ -253,18 +255,43 @@ def written(text: str, records: Sequence[Record], name: str = "the document") ->
     return _BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]](records)}\n{match[4]}", text)
 
 
+def images(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The pictures that the documents show: all workloads at a glance, and the ladder.
+
+    Raises:
+        MissingExtraError: Matplotlib is not installed.
+    """
+    climbed = _ladder(records)
+    sections = {"overview": overview_section(sorted(newest(records), key=_place))}
+    if climbed is not None:
+        sections["ladder"] = next(bench_sections(climbed, 0))
+    return [
+        write_png(section.chart, folder / f"{name}.png")
+        for name, section in sections.items()
+        if section is not None and section.chart is not None
+    ]
+
+
+def _place(record: Record) -> int:
+    """The place of a record's goal in the file of goals; what is no goal comes last."""
+    goals = read_goals(GOALS)
+    return next((place for place, goal in enumerate(goals) if goal.fits(record)), len(goals))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the documents named, or the project's own; 2 where something cannot be read."""
-    names = list(sys.argv[1:] if arguments is None else arguments) or list(DOCUMENTS)
+    """Writes the documents named, or the project's own with their images; 2 where something cannot be read."""
+    names = list(sys.argv[1:] if arguments is None else arguments)
     try:
         records = find_records(RECORDS)
-        for name in names:
+        for name in names or DOCUMENTS:
             file = Path(name)
             before = file.read_text(encoding="utf-8")
             after = written(before, records, name)
             if after != before:
                 file.write_text(after, encoding="utf-8")
             print(f"{name}: {'written' if after != before else 'as the records have it'}")
+        if not names:
+            print(*(f"{file}: drawn" for file in images(records, Path(IMAGES))), sep="\n")
     except (RidgelineError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
