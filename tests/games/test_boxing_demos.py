@@ -89,6 +89,24 @@ def test_the_archive_and_the_lines_give_the_games_back(games, tmp_path):
     assert path.stat().st_size < 3 * sum(len(game.labels) for game in games)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sticky": "often"}, "sticky must be a number, got 'often'"),
+        ({"drift": {"rate": "x"}}, "drift.rate must be a number, got 'x'"),
+        ({"drift": 3}, "drift must be a table, got 3"),
+        ({"dealt": None}, "dealt must be a whole number, got None"),
+        ({"seed": "1"}, "seed must be a whole number"),
+        ({"settings": []}, "settings must be a table"),
+        ({"luck": 1}, "unknown setting 'luck'"),
+        ({"decisions": 3}, "not a demonstration"),
+    ],
+)
+def test_a_line_that_was_edited_is_an_error(games, change, words):
+    with pytest.raises(DataError, match=words):
+        from_json(to_json(games[0]) | change)
+
+
 def test_a_damaged_archive_is_an_error(games, tmp_path):
     path = archive.save(tmp_path / "games.xz", games)
     content = bytearray(path.read_bytes())
