@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
-from ridgeline.bench.contenders import TorchStep, find_contender
 from ridgeline.engine import TrainStep
 from ridgeline.models import build
+from ridgeline.optim import OptimizerConfig
+from ridgeline.train.step import TorchStep
 
 NAP = 0.03
 
@@ -64,7 +65,7 @@ def test_parts_are_summed_and_lanes_are_one_phase():
 
 
 def test_pytorchs_own_step_is_measured_alike():
-    step = TorchStep(build(LANGUAGE, seed=0), find_contender("eager"), "fp32")
+    step = TorchStep(build(LANGUAGE, seed=0), OptimizerConfig(), steps=None, precision="fp32")
     phases = step.phases(language_batch(), steps=2)
     assert list(phases) == ["forward", "backward", "optimizer"]
     assert all(value > 0 for value in phases.values())

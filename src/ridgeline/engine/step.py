@@ -163,7 +163,7 @@ class TrainStep:
 
     def _program(self, feed: Feed, reduction: Reduction | None) -> Program:
         def run() -> None:
-            feed.draw(self.update.seed_step)
+            feed.draw(self.passes.seed_step)
             self.passes(feed, reduction)
             if reduction is not None:
                 self.passes.mark("all-reduce")  # what of it the backward pass has not hidden
