@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ridgeline.play import Evaluation
@@ -93,9 +93,13 @@ def make_record(race: Race, table: Mapping[str, Sequence[Standing]]) -> Record:
         curves.append({"figure": "race", "name": name, "points": [standing.to_json() for standing in path]})
     curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
     curves.append({"figure": "setting", "name": "setting", **race.to_json(), "games_while": "training had ended"})
+    around = circumstances(config)
+    if around["gpus"]:
+        around["gpus"] = len({contender.config.device for contender in race.contenders})
+    around["workload"] = replace(around["workload"], name=race.data)
     return Record(
         kind="race",
-        **circumstances(config),
+        **around,
         contenders=[_speed(name, path) for name, path in table.items()],
         curves=curves,
     )
