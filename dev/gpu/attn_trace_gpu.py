@@ -24,6 +24,8 @@ S = [  # file, anchor, group, square, id, after
     ("scores.cuh", "      if (BLOCKS <= 2) begin_next();\n", 1, "squares", 6, 0),
     ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r);\n      const bool", 1, "squares", 0, 0),
     ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r);\n      const bool", 1, "squares", 1, 0),
+    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      const bool", 1, "squares", 0, 0),
+    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      const bool", 1, "squares", 1, 0),
     ("scores.cuh", "      start_next();\n      if (SPLIT", 1, "squares", 4, 0), ("scores.cuh", "      if (SPLIT && turns) {", 1, "squares", 5, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);\n#pragma unroll\n      for (int b = 0; b < 4; ++b) {\n        u32 m[4];", 4, "squares - 1", 0, 0),
     ("scores.cuh", "      arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);\n      if (q.first) keys.clear(), first = 0;\n      take_keys", 4, "squares - 1", 1, 0),
