@@ -91,7 +91,8 @@ def input_gradient_raw(
         With `pre_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the bias in pre).
     """
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
-        return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, gelu=gelu, gelu_input_MN=pre_NK)
+        kind = None if pre_NK is None else gelu
+        return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, gelu=kind, gelu_input_MN=pre_NK)
     epilogue: gemm.Epilogue = "plain" if pre_NK is None else "derivative"
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], dy_NM.shape[1], epilogue)
     if impl == "cuda" and config is not None:

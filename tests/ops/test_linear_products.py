@@ -1,0 +1,104 @@
+"""What `products` asks of the Hopper kernels, with the kernels' descriptions in plain torch in their place."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.linear import gemm, products, stationary
+from ridgeline.ops.linear.reference import GeluKind, Masks, masked
+
+N, M = 128, 48
+FORMS = {"exact": "none", "tanh": "tanh"}
+
+
+def described(
+    a_MK: Tensor,
+    b: Tensor,
+    out_MN: Tensor,
+    *,
+    transposed_b: bool = False,
+    bias_N: Tensor | None = None,
+    gelu: GeluKind | None = None,
+    pre_MN: Tensor | None = None,
+    residual_MN: Tensor | None = None,
+    masks: Masks | None = None,
+    gelu_input_MN: Tensor | None = None,
+) -> Tensor | None:
+    """As the docstrings of `gemm` and `stationary` have it."""
+    acc = a_MK.double() @ (b if transposed_b else b.t()).double()
+    if gelu_input_MN is not None:
+        u = gelu_input_MN.double().requires_grad_()
+        value = torch.nn.functional.gelu(u, approximate=FORMS[gelu or "exact"])
+        out_MN.copy_(acc * torch.autograd.grad(value.sum(), u)[0])
+        return out_MN.float().sum(0, keepdim=True)
+    acc = acc if bias_N is None else acc + bias_N.double()
+    if pre_MN is not None:
+        pre_MN.copy_(acc)
+    if gelu is not None:
+        acc = torch.nn.functional.gelu(acc, approximate=FORMS[gelu])
+    if residual_MN is not None:
+        acc = residual_MN.double() + (acc if masks is None else masked(acc, masks))
+    out_MN.copy_(acc)
+    return None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were asked, by name."""
+    names: list[str] = []
+
+    def small(a_MK: Tensor, b: Tensor, out_MN: Tensor, **rest: object) -> Tensor | None:
+        names.append("stationary")
+        return described(a_MK, b, out_MN, **rest)  # type: ignore[arg-type]
+
+    def any_size(a_MK: Tensor, b: Tensor, out_MN: Tensor, config: gemm.Config, **rest: object) -> Tensor | None:
+        names.append("gemm")
+        return described(a_MK, b, out_MN, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stationary, "stationary", small)
+    monkeypatch.setattr(gemm, "gemm", any_size)
+    return names
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("K", [64, 600])
+@pytest.mark.parametrize("epilogue", ["plain", "bias", "exact", "tanh", "residual", "dropout", "short dropout"])
+def test_forward(K: int, epilogue: str, asked: list[str]) -> None:
+    x, weight, bias, residual = (draw(*s, seed=i) for i, s in enumerate(((N, K), (M, K), (M,), (N, M))))
+    T = 32 if epilogue == "short dropout" else 64
+    state = DropoutState(torch.tensor([3, 4]))
+    out: dict[str, tuple[Tensor, Tensor]] = {}
+    for impl in ("torch", "cuda"):
+        result, pre = torch.full((2, N, M), float("nan"))
+        gelu = epilogue in FORMS
+        products.forward_raw(
+            x, weight, result,
+            bias_M=None if epilogue == "plain" else bias, gelu=epilogue if gelu else None, pre_NM=pre if gelu else None,
+            residual_NM=residual if epilogue.endswith(("residual", "dropout")) else None,
+            masks=Masks(0.25, state, 1, T) if epilogue.endswith("dropout") else None, impl=impl,
+        )  # type: ignore[arg-type]  # fmt: skip
+        out[impl] = (result, pre if gelu else result)
+    torch.testing.assert_close(out["cuda"], out["torch"], rtol=1e-4, atol=1e-4)
+    large = K > stationary.LARGEST_K
+    cublas = large and epilogue in ("plain", "bias")
+    assert asked == ([] if cublas else ["gemm" if large or T < 64 else "stationary"])
+
+
+@pytest.mark.parametrize("inner", [64, 600])
+@pytest.mark.parametrize("kind", [None, "exact", "tanh"])
+def test_input_gradient(inner: int, kind: GeluKind | None, asked: list[str]) -> None:
+    dy, weight, pre = (draw(*s, seed=i) for i, s in enumerate(((N, inner), (inner, M), (N, M))))
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for impl in ("torch", "cuda"):
+        dx = torch.full((N, M), float("nan"))
+        options = {} if kind is None else {"pre_NK": pre, "gelu": kind}
+        sums = products.input_gradient_raw(dy, weight, dx, impl=impl, **options)  # type: ignore[arg-type]
+        assert (sums is None) == (kind is None)
+        found[impl] = (dx, dx if sums is None else sums.sum(0))
+    torch.testing.assert_close(found["cuda"], found["torch"], rtol=1e-4, atol=1e-4)
+    large = inner > stationary.LARGEST_K
+    assert asked == ([] if large and kind is None else ["gemm" if large else "stationary"])
