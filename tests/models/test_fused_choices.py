@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from models.test_fused import CONFIGS, decoder, relative_error, run
 from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import Choices, choose
+from ridgeline.ops.linear import products
 from ridgeline.ops.linear.reference import masked
 from ridgeline.ops.mlp import Norm, kernels
 from ridgeline.ops.mlp.reference import join_of
@@ -103,6 +104,24 @@ def test_every_choice_is_wired_to_the_same_function(
     played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
     model = decoder(CONFIGS[name], layers=2)
     generator = torch.Generator().manual_seed(2)
+    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
+    exact = run(model, "reference", torch.float64, x, dy)
+    fused = run(model, "fused", torch.float32, x, dy)
+    for key, value in exact.items():
+        assert relative_error(fused[key], value) < 2e-6, key
+
+
+@pytest.mark.parametrize("out", ["cuda", "residual"])
+@pytest.mark.parametrize("name", ["learned, tanh", "relative, dropout, exact"])
+def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
+    monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None], name: str, out: str
+) -> None:
+    for raw in ("forward_raw", "input_gradient_raw"):
+        real = getattr(products, raw)
+        monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
+    played(Choices(attention="reference", mlp="cuda", qkv="cuda", out=out))
+    model = decoder(CONFIGS[name], layers=2)
+    generator = torch.Generator().manual_seed(3)
     x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
     exact = run(model, "reference", torch.float64, x, dy)
     fused = run(model, "fused", torch.float32, x, dy)
