@@ -9,6 +9,8 @@ Trials, each in a process of its own, results in $OUT/melee_TRIAL.json:
     train     what `ridgeline train hal-20m --data DATA` does, for 400 steps and a validation
     memorise  the same without dropout on SCRIPTED beside DATA (one scripted game twice, the second held out): how well
               it is known by heart, by head
+    quick     `train` for 300 steps and `step-20m` in one process, a short answer
+    heart     `memorise` for half a minute, a short answer
 DEVICE=cpu tries the script itself, small.
 """
 
@@ -19,7 +21,7 @@ import sys
 import time
 from pathlib import Path
 
-LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75, "by-heart": 60}
+LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75, "quick": 60, "heart": 58}
 CPU = os.environ.get("DEVICE") == "cpu"
 SMALL = {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
 TURNS, STEPS = (2, 3) if CPU else (4, 60)
@@ -56,7 +58,7 @@ def loader(data):
     return result
 
 
-def step(data, name):
+def step(data, name, turns=TURNS):
     import torch
     from ridgeline.data.api import load_dataset
     from ridgeline.data.loader import Batches
@@ -76,7 +78,7 @@ def step(data, name):
     wait()
     result = {"engine": config.engine, "first_steps_s": round(time.perf_counter() - started, 1), "fixed": [], "loader": []}
     sources = {"fixed": lambda: fixed, "loader": batches.next}
-    for _ in range(TURNS):
+    for _ in range(turns):
         for source, give in sources.items():
             wait()
             started = time.perf_counter()
@@ -84,7 +86,7 @@ def step(data, name):
                 run(give())
             wait()
             result[source].append(round(1e3 * (time.perf_counter() - started) / STEPS, 3))
-    fixed_ms, loader_ms = (sorted(result[source])[TURNS // 2] for source in ("fixed", "loader"))
+    fixed_ms, loader_ms = (sorted(result[source])[turns // 2] for source in ("fixed", "loader"))
     result["tokens_per_s"] = {"fixed": round(config.step_tokens / fixed_ms * 1e3), "loader": round(config.step_tokens / loader_ms * 1e3)}
     result["loader_costs"] = round(loader_ms / fixed_ms - 1, 4)
     return result
@@ -115,23 +117,32 @@ def memorise(data):
     return train(str(Path(data).with_name("scripted")), model={"decoder": decoder}, steps=steps, eval_interval=max(2, steps // 6))
 
 
-def by_heart(data):
-    import torch
-    from ridgeline import checkpoint
+def quick(data):
+    """`train`, then the same step on one batch, in one process: seconds matter."""
+    trained, fixed = train(data, steps=6 if CPU else 300, eval_windows=1024), step(data, "hal-20m", turns=2)
+    val = trained["validations"][-1]
+    return {
+        "train_tokens_per_s": trained["last_quarter_tokens_per_s"],
+        "fixed_tokens_per_s": fixed["tokens_per_s"]["fixed"],
+        "host_loader_tokens_per_s": fixed["tokens_per_s"]["loader"],
+        "engine": fixed["engine"],
+        "losses": trained["losses"],
+        "val": {name: round(value, 3) for name, value in val.items()},
+    }
 
-    decoder = {**SMALL.get("model", {}).get("decoder", {"width": 256, "heads": 4}), "dropout": 0.0}
-    steps = 6 if CPU else 600
-    values = {"model": {"decoder": decoder}, "steps": steps, "eval_interval": max(2, steps // 4), "optimizer": {"lr": 1e-3}}
-    result = train(str(Path(data).with_name("scripted")), **values)
-    saved = checkpoint.load(result["checkpoint"])
-    weights = {name: tensor.to(torch.bfloat16) for name, tensor in saved.group("model").items()}
-    meta = {name: saved.meta[name] for name in ("preset", "config", "window", "features")}
-    checkpoint.save(Path(os.environ.get("OUT", "out")) / "by_heart", checkpoint.join(model=weights), meta)
-    return result
+
+def heart(data):
+    """`memorise` for half a minute of training; what each validation says of the c-stick."""
+    values = {"steps": None, "minutes": 0.02 if CPU else 0.55, "eval_interval": 3 if CPU else 120, "eval_windows": 0}
+    decoder = {**SMALL.get("model", {}).get("decoder", {}), "dropout": 0.0}
+    result = train(str(Path(data).with_name("scripted")), model={"decoder": decoder}, **values)
+    kept = ("step", "val_loss.c", "val_accuracy.c", "val_loss.main", "val_accuracy.main", "val_loss.buttons", "val_accuracy.buttons")
+    return {"tokens_per_s": result["last_quarter_tokens_per_s"], "validations": [[round(v[name], 4) for name in kept] for v in result["validations"]][-5:]}
 
 
 TRIALS = {
-    "by-heart": by_heart,
+    "quick": quick,
+    "heart": heart,
     "memorise": memorise,
     "loader": loader,
     "step-20m": lambda data: step(data, "hal-20m"),
@@ -141,7 +152,7 @@ TRIALS = {
 
 
 def main():
-    data, chosen = sys.argv[1], sys.argv[2:] or list(TRIALS)
+    data, chosen = sys.argv[1], sys.argv[2:] or ["loader", "step-20m", "step-5m", "train", "memorise"]
     out = Path(os.environ.get("OUT", "out"))
     out.mkdir(parents=True, exist_ok=True)
     for name in chosen:
