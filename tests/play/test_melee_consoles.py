@@ -75,6 +75,7 @@ def test_several_consoles_share_a_call_of_the_model(tmp_path):
     assert summary["dealt"] == last[1]["percent"]
     assert summary["taken"] == last[0]["percent"]
     assert summary["frames"] == 3 * 308
+    assert [entry["dealt"] for entry in summary["matches"]] == [last[1]["percent"]] * 3
     assert summary["wins"] + summary["losses"] + summary["ties"] == 3
     assert set(summary["intervals"]) == {"wins", "stocks_taken", "stocks_lost", "dealt", "taken"}
 

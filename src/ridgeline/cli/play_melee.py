@@ -34,9 +34,9 @@ class Options:
 
     Matches need your own copy of the game (NTSC 1.02) and Slippi's Dolphin; see docs/melee.md. Every match runs on a
     console of its own, without picture and sound. With --json the last line is {"games", "wins", "losses", "ties",
-    "stocks_taken", "stocks_lost", "dealt", "taken", "intervals", "level", "failed", "frames", "seconds",
-    "decision_ms"}: means a game of those that came to their end, with 95 % intervals, and those that did not with the
-    reason; where there are such, the exit code is 2.
+    "stocks_taken", "stocks_lost", "dealt", "taken", "intervals", "level", "matches", "failed", "frames", "seconds",
+    "decision_ms"}: means a game of those that came to their end, with 95 % intervals, each of them, and those that did
+    not with the reason; where there are such, the exit code is 2.
 
     Attributes:
         checkpoint: folder of a checkpoint, or of a run, whose best is taken.

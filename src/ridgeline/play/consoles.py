@@ -6,6 +6,7 @@ process, as fast as its console allows, that it can hang or crash, and that no s
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections import deque
@@ -55,8 +56,8 @@ class Matches:
         """For JSON.
 
         games (that came to their end), wins, losses, ties: numbers of games; stocks_taken, stocks_lost, dealt, taken:
-        means a game, damage in percent; `intervals` holds a 95 % interval of wins and of each mean; `failed` lists
-        {game, reason}.
+        means a game, damage in percent; `intervals` holds a 95 % interval of wins and of each mean; `matches` lists
+        every game with these figures and its winner (1, −1 or 0 for nobody); `failed` lists {game, reason}.
         """
         games = len(self.results)
         winners = [result.winner for result in self.results]
@@ -73,6 +74,7 @@ class Matches:
             **{name: statistics.fmean(values) if values else None for name, values in columns.items()},
             "intervals": intervals,
             "level": self.match.level,
+            "matches": [dataclasses.asdict(result) for result in self.results],
             "failed": [{"game": game, "reason": reason} for game, reason in sorted(self.failed.items())],
             "frames": sum(result.frames for result in self.results),
             "seconds": round(self.seconds, 3),
