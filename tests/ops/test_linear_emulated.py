@@ -49,6 +49,8 @@ CASES = [
     Case(300, 136, 136, "plain", Config(tile_m=64, resident=False), transposed_b=True, units=1, seed=5, late=True),
     Case(300, 256, 72, "residual", Config(tile_m=64, resident=False), units=1, seed=6, late=True),
     Case(200, 260, 64, "gelu", Config(tile_m=64, tile_n=256), units=1, seed=7),
+    Case(390, 200, 136, "gelu", Config(resident=False), units=1, seed=8, late=True),
+    Case(390, 200, 136, "derivative", Config(resident=False), transposed_b=True, units=2, seed=9),
 ]
 
 

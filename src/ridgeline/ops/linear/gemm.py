@@ -140,7 +140,7 @@ def choose(M: int, N: int, K: int, epilogue: Epilogue) -> Config | None:
     if epilogue == "plain" or (epilogue == "bias" and not resident):
         return None
     small = -(-M // 128) * -(-N // 128) < SMALL_TILES
-    return Config(tile_m=64 if small or epilogue == "gelu" or not resident else 128, resident=resident)
+    return Config(tile_m=64 if small or (epilogue == "gelu" and resident) else 128, resident=resident)
 
 
 def defines(
