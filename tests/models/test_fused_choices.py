@@ -143,10 +143,19 @@ WIDE = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("side_stream", [False, True])
-@pytest.mark.parametrize(("rows", "grouped"), [(frozenset(), False), (ROWS, False), (frozenset(), True), (ROWS, True)])
+@pytest.mark.parametrize(
+    ("rows", "grouped", "out"),
+    [
+        (frozenset(), False, "cuda"),
+        (frozenset(), False, "residual"),
+        (ROWS, False, "cuda"),
+        (frozenset(), True, "cuda"),
+        (ROWS, True, "cuda"),
+    ],
+)
 @pytest.mark.parametrize("name", WIDE)
 def test_every_choice_on_the_card(
-    monkeypatch: pytest.MonkeyPatch, name: str, rows: frozenset[str], grouped: bool, side_stream: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: frozenset[str], grouped: bool, out: str, side_stream: bool
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
@@ -154,7 +163,7 @@ def test_every_choice_on_the_card(
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     chosen = choose(model.config, DEVICE, torch.bfloat16, 4, 256)
-    chosen = dataclasses.replace(chosen, rows=rows, grouped=grouped, side_stream=side_stream)
+    chosen = dataclasses.replace(chosen, out=out, rows=rows, grouped=grouped, side_stream=side_stream)
     monkeypatch.setattr(stack, "choose", lambda *_: chosen)
     x, dy = (torch.randn(4, 256, 256, device="cuda").bfloat16().float() for _ in range(2))
     exact = run(model, "reference", torch.float64, x, dy)

@@ -66,6 +66,11 @@ def rows_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype
     return next((reason for reason in reasons if reason is not None), None)
 
 
+def _projection(in_registers: bool, few: bool) -> str:
+    """What makes attention's output: with many rows it saves a pass over them to write the residual stream with it."""
+    return "torch" if not in_registers else "cuda" if few else "residual"
+
+
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
 def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> Choices:
     """The fastest implementations that can run here, by measurement on an H200."""
@@ -78,7 +83,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
-        out="cuda" if hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K else "torch",
+        out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
         grouped=hopper and few and config.qkv_width % 8 == 0,
         side_stream=few,
