@@ -134,8 +134,8 @@ def _report(store: Store, files: dict[str, Path]) -> dict[str, Any]:
     for key, file in files.items():
         entry = store.entries[key]
         if "reason" in entry:
-            twin = f" {files[entry['of']]}" if entry.get("of") in files else ""
-            refused.append({"file": str(file), "reason": entry["reason"] + twin})
+            twin = f" {_printable(files[entry['of']])}" if entry.get("of") in files else ""
+            refused.append({"file": _printable(file), "reason": entry["reason"] + twin})
     taken = [entry for entry in store.entries.values() if entry["tables"]]
     return {
         "games": len(taken),
@@ -184,6 +184,11 @@ def _list(source: Path) -> dict[str, Path]:
     ]
     keys = [hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=16).hexdigest() for name in names]
     return dict(zip(keys, found, strict=True))
+
+
+def _printable(file: Path) -> str:
+    """A file's name as it can be shown, also if it is no text."""
+    return str(file).encode(errors="replace").decode()
 
 
 def _too_few(source: Path, report: dict[str, Any]) -> str:

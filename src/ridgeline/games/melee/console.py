@@ -28,6 +28,7 @@ OWN_PORT, OTHER_PORT = 1, 2
 START_SECONDS = 120.0  # until the match begins
 FRAME_SECONDS = 30.0  # until a frame follows a controller
 MENU_STEPS = 6_000
+EMPTY_STEPS = 600
 GOODBYE_SECONDS = 5.0
 
 
@@ -227,12 +228,18 @@ def _frames(console: Any, controllers: dict[int, Any], match: Match) -> Iterator
     state = _through_the_menus(console, controllers, match)
     for controller in controllers.values():
         controller.release_all()
-    before = None
-    # after a match there may be a menu, or the next match begins at once
-    while _in_game(state) and (before is None or state.frame > before):
-        before = state.frame
-        other = next(port for port in state.players if port != OWN_PORT)
-        yield frame_of(state, (OWN_PORT, other))
+    before, empty = None, 0
+    while _in_game(state):
+        if _has_players(state):
+            if before is not None and state.frame <= before:
+                return  # the next match has begun at once
+            before, empty = state.frame, 0
+            other = next(port for port in state.players if port != OWN_PORT)
+            yield frame_of(state, (OWN_PORT, other))
+        else:
+            empty += 1
+            if empty > EMPTY_STEPS:
+                raise _ConsoleError(f"the match shows no players for {EMPTY_STEPS} frames")
         state = _step(console)
 
 
@@ -246,7 +253,7 @@ def _through_the_menus(console: Any, controllers: dict[int, Any], match: Match) 
     helpers = {port: melee.MenuHelper() for port in controllers}
     for _ in range(MENU_STEPS):
         state = _step(console)
-        if _in_game(state):
+        if _in_game(state) and _has_players(state):
             return state
         for port, controller in controllers.items():
             helpers[port].menu_helper_simple(state, controller, stage_selected=stage, costume=port - 1, **choices[port])
@@ -255,6 +262,11 @@ def _through_the_menus(console: Any, controllers: dict[int, Any], match: Match) 
 
 def _in_game(state: Any) -> bool:
     return state.menu_state.name in ("IN_GAME", "SUDDEN_DEATH")
+
+
+def _has_players(state: Any) -> bool:
+    """Whether a state is of a whole frame: while a match loads, and in menus' last words, there are none."""
+    return len(state.players) == 2 and all(p.character.name in CHARACTERS for p in state.players.values())
 
 
 def _step(console: Any) -> Any:

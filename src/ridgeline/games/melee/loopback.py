@@ -30,7 +30,7 @@ from ridgeline.games.melee.events import FRAME_END, GAME_END, GAME_START, PAYLOA
 from ridgeline.games.melee.frames import A, B, L, R, X, Y, Z, final_rows
 
 VERSION = "Slippi (mainline) loopback"  # libmelee looks for the word
-MENU_EVENT, CHARACTER_SELECT, STAGE_SELECT, AFTER_THE_MATCH = 0x3E, 0x0002, 0x0102, 0x0402
+MENU_EVENT, CHARACTER_SELECT, STAGE_SELECT, LOADING, AFTER_THE_MATCH = 0x3E, 0x0002, 0x0102, 0x0202, 0x0402
 MENU_BYTES = 0x4A
 MENU_FRAMES = 3  # of each menu before the match
 PATIENCE = 30.0  # seconds without a word from the client
@@ -141,7 +141,7 @@ class Loopback:
             TimeoutError: it says nothing.
         """
         self._connect()
-        for scene in (CHARACTER_SELECT, STAGE_SELECT):
+        for scene in (CHARACTER_SELECT, STAGE_SELECT, LOADING):
             for _ in range(MENU_FRAMES):
                 self._wait(None)
                 self._menu(scene)
