@@ -19,7 +19,7 @@ from ridgeline.games.env import FIRST_EVALUATION_SEED, check_seeds
 from ridgeline.games.parallel import run_parallel
 from ridgeline.play.ledger import Ledger
 from ridgeline.play.player import Player, load_player
-from ridgeline.play.rollout import GameResult, play_games
+from ridgeline.play.rollout import GameResult, check_temperature, play_games
 from ridgeline.play.statistics import bootstrap, wilson
 
 MAX_GAMES = 10_000  # beyond it an interval is narrower than any difference that matters
@@ -108,6 +108,7 @@ def evaluate(
     if processes < 1:
         raise ConfigError(f"processes must be at least 1, got {processes}")
     check_games(games, first_seed)
+    check_temperature(temperature)
     load = source if callable(source) else partial(load_player, source, device, cache)
     check_level(load().game, level)  # loaded here as well, so that a mistake is told at once
     ledger = None if keep is None else Ledger(Path(keep))

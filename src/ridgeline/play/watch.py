@@ -20,7 +20,7 @@ from ridgeline.games import game
 from ridgeline.games.env import Drawn, Score
 from ridgeline.play.decide import Decider
 from ridgeline.play.player import Player
-from ridgeline.play.rollout import GameResult, Seat
+from ridgeline.play.rollout import GameResult, Seat, check_temperature
 
 Screen = NDArray[np.uint8]  # [height, width, 3], red, green and blue
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -52,10 +52,12 @@ class Watched:
         temperature: 1 samples from the policy, 0 takes the most likely class of each head.
 
     Raises:
+        ConfigError: a temperature or level that cannot be.
         UnsupportedError: the game draws no screen of its own here.
     """
 
     def __init__(self, player: Player, seed: int, *, level: int, temperature: float = 1.0) -> None:
+        check_temperature(temperature)
         adapter = game(player.game)
         self._player, self._temperature = player, temperature
         self._seat = Seat(adapter, player, seed, level)
