@@ -2,13 +2,15 @@
 
 Copies the usable replays of a folder until there are enough frames, each copy with another random seed in its Game
 Start (so that none is a duplicate), and prepares them. Prints one JSON object; frames_per_s counts from when the
-workers have started to when the data set is whole.
+workers have started to when the data set is whole. frames_per_cpu_s counts the processor time of all processes, their
+start included: on a machine that others use too it says what a core can do.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -37,6 +39,12 @@ def make_copies(source: Path, folder: Path, frames: int) -> int:
     return made
 
 
+def processor_seconds() -> float:
+    """Of this process and of those that it has ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -48,13 +56,13 @@ def main() -> None:
         folder = Path(name, "replays")
         folder.mkdir()
         frames = make_copies(options.replays, folder, options.frames)
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), processor_seconds()
         report = prepare_melee(folder, Path(name, "out"), processes=options.processes)
-        seconds = time.perf_counter() - started
+        seconds, worked = time.perf_counter() - started, processor_seconds() - worked
     result = {key: report[key] for key in ("games", "frames", "windows", "frames_per_s")}
-    print(
-        json.dumps({**result, "frames_made": frames, "refused": len(report["refused"]), "seconds": round(seconds, 2)})
-    )
+    result |= {"frames_made": frames, "refused": len(report["refused"]), "processes": options.processes}
+    result |= {"seconds": round(seconds, 2), "frames_per_cpu_s": round(frames / worked)}
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":
