@@ -160,11 +160,12 @@ RL_HD u32 gelu_gate_pair(u32 x, u32 square) {
   return half_multiply_add(t, HALF_HALF, HALF_HALF);
 }
 
-// d GELU / dx; the tanh form's Φ' = s (1 - s) (2 a + 6 b x²).
+// d GELU / dx, and Φ(x) in `gate`; the tanh form's Φ' = s (1 - s) (2 a + 6 b x²).
 template <bool TANH>
-RL_HD u32 gelu_derivative_pair(u32 x) {
+RL_HD u32 gelu_derivative_pair(u32 x, u32& gate) {
   x = half_clamp(x, 0x4c004c00u);  // ± 16: squares stay finite
-  const u32 square = half_multiply(x, x), gate = gelu_gate_pair<TANH>(x, square);
+  const u32 square = half_multiply(x, x);
+  gate = gelu_gate_pair<TANH>(x, square);
   u32 density;
   if (TANH) {
     const u32 falling = half_multiply_add(gate ^ 0x80008000u, gate, gate);
@@ -173,6 +174,11 @@ RL_HD u32 gelu_derivative_pair(u32 x) {
     density = half_exp2(half_multiply_add(square, 0xb9c5b9c5u, 0xbd4ebd4eu));
   }
   return half_multiply_add(x, density, gate);
+}
+template <bool TANH>
+RL_HD u32 gelu_derivative_pair(u32 x) {
+  u32 gate;
+  return gelu_derivative_pair<TANH>(x, gate);
 }
 
 }  // namespace rl

@@ -48,6 +48,19 @@ RL_D uint4 load_kept(const uint4* source, int step, bool inside) {
   return inside ? load_stream(source + 128 * step) : uint4{0, 0, 0, 0};
 }
 
+// d · gelu'(u) in place of two values of d; returns gelu(u), packed. In half precision where the results become bf16.
+RL_D u32 differentiate(float& d0, float& d1, u32 u) {
+  const float u0 = pair_low(u), u1 = pair_high(u);
+  if (RL_FP16) {
+    d0 *= gelu_derivative<GELU_TANH>(u0), d1 *= gelu_derivative<GELU_TANH>(u1);
+    return pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
+  }
+  u32 gate;
+  const u32 slope = gelu_derivative_pair<GELU_TANH>(half_pair(u0, u1), gate);
+  d0 *= half_low(slope), d1 *= half_high(slope);
+  return pack_pair(u0 * half_low(gate), u1 * half_high(gate));
+}
+
 // du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's panels at `staging`, 32 columns at a
 // time. `kept` holds the first four steps of what lies at `source`; each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
 RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
@@ -67,11 +80,9 @@ RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[
     float d[8];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const float u0 = pair_low(u[k]), u1 = pair_high(u[k]);
-      d[2 * k] = da[8 * step + 2 * k] * gelu_derivative<GELU_TANH>(u0);
-      d[2 * k + 1] = da[8 * step + 2 * k + 1] * gelu_derivative<GELU_TANH>(u1);
+      d[2 * k] = da[8 * step + 2 * k], d[2 * k + 1] = da[8 * step + 2 * k + 1];
+      a[k] = differentiate(d[2 * k], d[2 * k + 1], u[k]);
       pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
-      a[k] = pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
     }
     const u32 place = panels + swizzle64(panel_row, 2 * (step % 2) + matrix / 2);
     store_matrices(place, a[0], a[1], a[2], a[3]);

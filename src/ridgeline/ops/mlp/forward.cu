@@ -75,6 +75,13 @@ RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring
   release(ring, 1, me);
 }
 
+// gelu of two values, packed; in half precision where the result becomes bf16.
+RL_D u32 activate(float x0, float x1) {
+  if (RL_FP16) return pack_pair(gelu<GELU_TANH>(x0), gelu<GELU_TANH>(x1));
+  const u32 x = half_pair(x0, x1), gate = gelu_gate_pair<GELU_TANH>(x, half_multiply(x, x));
+  return pack_pair(x0 * half_low(gate), x1 * half_high(gate));
+}
+
 RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunks, int first, int last, u32 smem,
                   Barriers bar, const Place& me) {
   Ring ring(smem + RING, bar);
@@ -102,7 +109,7 @@ RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunk
         float* x = u + 8 * step;
         kept[kept_index(row / 64, chunks, chunk, step, me.thread())] = pack_eight(x);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) a[step][k] = pack_pair(gelu<GELU_TANH>(x[2 * k]), gelu<GELU_TANH>(x[2 * k + 1]));
+        for (int k = 0; k < 4; ++k) a[step][k] = activate(x[2 * k], x[2 * k + 1]);
       }
     }
     uint4 ahead[GROUPS];
