@@ -140,7 +140,7 @@ def test_buckets_cover_the_buffer_from_its_end():
 
 
 def test_a_gradient_that_comes_after_it_was_sent_is_an_error():
-    replicas = Replicas()
+    replicas = Replicas(overlap=True)
     replicas.start = lambda flat: None
     flat = FlatParameters(Layers(), compute=torch.float32)
     reduction = Reduction(replicas, flat)

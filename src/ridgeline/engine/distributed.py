@@ -44,14 +44,16 @@ class Replicas:
     Args:
         group: a process group; None for the default one, or for a single process where there is none.
         bucket: elements of fp32 in one all-reduce.
-        overlap: send gradients off while the backward pass goes on; False for after it.
+        overlap: send gradients off while the backward pass goes on, and not after it. On two H200s that gained nothing
+            for the fused blocks (hal-20m 38.57 against 38.61 ms, gpt2-c256 at 512 windows a card 13.03 against 12.92):
+            probably their products, a block on every processor, wait for the few that NCCL's kernels sit on.
 
     Attributes:
         rank: this process' number.
         world: how many there are.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, bucket: int = BUCKET, overlap: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, bucket: int = BUCKET, overlap: bool = False) -> None:
         if bucket < 1:
             raise ConfigError(f"a bucket needs at least one element, got {bucket}")
         self.group, self.bucket, self.overlap = group, bucket, overlap

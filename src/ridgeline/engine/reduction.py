@@ -1,9 +1,10 @@
-"""The all-reduce of one step's gradients: in buckets, each sent off as soon as its last gradient has been launched.
+"""The all-reduce of one step's gradients: in buckets, after the backward pass or under it.
 
-Buckets are ranges of the flat gradient. The backward pass finishes gradients from the last layer to the first, which
-is the buffer's order backwards; ops that write into sinks say when they have (ops/sink.py). Small gradients, which
-come a few a layer, lie together at the buffer's end and leave last, with the loss and its weight. On CUDA the
-all-reduces run on a stream of their own, which a captured step turns into a parallel branch.
+Under it each bucket leaves as soon as its last gradient has been launched. Buckets are ranges of the flat gradient. The
+backward pass finishes gradients from the last layer to the first, which is the buffer's order backwards; ops that write
+into sinks say when they have (ops/sink.py). Small gradients, which come a few a layer, lie together at the buffer's end
+and leave last, with the loss and its weight. On CUDA the all-reduces run on a stream of their own, which a captured
+step turns into a parallel branch.
 
 How often a gradient is written before it is final (a shared weight is written twice) is learned in the first pass,
 which sends everything at its end. Gradients that autograd hands over are sent at the end too.

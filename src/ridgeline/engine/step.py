@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -206,7 +207,10 @@ class TrainStep:
         except RidgelineError:
             raise
         except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(self._no_memory(shapes, error)) from error
+            message = self._no_memory(shapes, error)
+            traceback.clear_frames(error.__traceback__)  # which hold the pass's activations
+            torch.cuda.empty_cache()
+            raise OutOfMemoryError(message) from error
         except Exception as error:
             if self._capture is None:
                 raise

@@ -29,8 +29,8 @@ CANDIDATES = (1, 2)
 def measures_lanes(engine: Engine, world: int) -> bool:
     """Whether one lane is measured against two on a card, so that a benchmark does what a run would.
 
-    Only the fused blocks on a card alone are. Under torch.compile a second candidate would cost minutes, and with
-    several processes one lane lets gradients leave under the backward pass.
+    Only the fused blocks on a card alone are. Under torch.compile a second candidate would cost minutes, and
+    several processes would have to agree on what each has measured.
     """
     return engine.impl == "fused" and world == 1
 
