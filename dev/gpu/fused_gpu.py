@@ -23,8 +23,10 @@ from ridgeline.models.fused import stack
 from ridgeline.models.fused.choices import choose
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
+from ridgeline.ops.mlp import kernels as rows
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
+configuration = rows.choose
 D = DecoderConfig
 FAST = D(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh")
 GPT2 = D(layers=6, width=256, heads=8, gelu="tanh")
@@ -38,45 +40,44 @@ WORKLOADS = {
     "hal-5m": (dataclasses.replace(HAL, width=256, heads=4, mlp_width=1024, context=128), 512, 128),
 }
 ALL = frozenset(("mlp", "out", "qkv"))
-SMALL = {  # name: (early launches, changes to the choices)
-    "plain": (False, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=True)),
-    "plain early": (True, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=True)),
-    "grouped": (True, dict(rows=frozenset(), grouped=True, qkv="torch", side_stream=True)),
-    "grouped qkv": (True, dict(rows=frozenset(), grouped=True, qkv="cuda", side_stream=True)),
-    "rows": (True, dict(rows=ALL, grouped=False, qkv="cuda", side_stream=True)),
-    "rows grouped": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=True)),
-    "rows grouped alone": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=False)),
-    "rows grouped late": (False, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=True)),
-    "mlp qkv grouped": (True, dict(rows=frozenset(("mlp", "qkv")), grouped=True, qkv="cuda", side_stream=True)),
-    "out qkv grouped": (True, dict(rows=frozenset(("out", "qkv")), grouped=True, qkv="cuda", side_stream=True)),
+SMALL = {  # name: (early launches, tiles that share weights, changes to the choices)
+    "chosen": (True, 1, {}),
+    "shared weights": (True, 2, {}),
+    "late": (False, 1, {}),
+    "side stream": (True, 1, dict(side_stream=True)),
+    "mlp apart": (True, 1, dict(rows=frozenset(("out", "qkv")))),
+    "mlp and out apart": (True, 1, dict(rows=frozenset(("qkv",)))),
+    "all apart": (True, 1, dict(rows=frozenset())),
+    "cuBLAS": (True, 1, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
 LARGE = {
-    "plain": (False, dict(rows=frozenset(), grouped=False, qkv="torch", side_stream=False)),
-    "qkv": (True, dict(rows=frozenset(), grouped=False, qkv="cuda", side_stream=False)),
-    "grouped": (True, dict(rows=frozenset(), grouped=True, qkv="cuda", side_stream=False)),
-    "rows": (True, dict(rows=ALL, grouped=False, qkv="cuda", side_stream=False)),
-    "mlp": (True, dict(rows=frozenset(("mlp",)), grouped=False, qkv="cuda", side_stream=False)),
-    "rows grouped": (True, dict(rows=ALL, grouped=True, qkv="cuda", side_stream=False)),
-    "chosen": (True, {}),
+    "chosen": (True, 1, {}),
+    "late": (False, 1, {}),
+    "rows": (True, 1, dict(rows=ALL)),
+    "rows, shared weights": (True, 2, dict(rows=ALL)),
+    "mlp rows": (True, 1, dict(rows=frozenset(("mlp",)))),
+    "grouped": (True, 1, dict(grouped=True)),
+    "cuBLAS": (True, 1, dict(qkv="torch", out="torch")),
 }
 
 
 def variants(name):
     config, B, T = WORKLOADS[name]
     if config.width != 256 or config.dropout:
-        return {key: LARGE[key] for key in ("plain", "qkv", "chosen")}
+        return {key: LARGE[key] for key in ("chosen", "late", "cuBLAS")}
     return SMALL if B * T <= 32768 else LARGE
 
 
 @contextlib.contextmanager
-def chosen(early, changes):
+def chosen(early, share, changes):
     """The stack with other choices than its own."""
     stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
+    rows.choose = lambda part, N, inner: configuration(part, N, inner)._replace(share=share)
     try:
         with early_launches(early):
             yield
     finally:
-        stack.choose = choose
+        stack.choose, rows.choose = choose, configuration
 
 
 def model_of(name, impl, layers=6):
@@ -85,40 +86,61 @@ def model_of(name, impl, layers=6):
     return LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl=impl, seed=0), B, T
 
 
-def check(name):
-    ref, B, T = model_of(name, "reference", 2)
+def check(name, B=None):
+    """Outputs and gradients of two blocks over PyTorch's bf16 error against fp64, called and captured, early and not."""
+    ref, full, T = model_of(name, "reference", 2)
+    B = B or min(full, 160)  # above 32,768 rows, as at 512
     generator = torch.Generator().manual_seed(1)
     for p in ref.parameters():
         if p.dim() == 1:
             p.data += 0.3 * torch.randn(p.shape, generator=generator)
         p.data = p.data.bfloat16().float()
-    x, dy = (torch.randn(32, T, ref.config.decoder.width, generator=generator).bfloat16().float() for _ in range(2))
+    x, dy = (torch.randn(B, T, ref.config.decoder.width, generator=generator).bfloat16().cuda() for _ in range(2))
     state = DropoutState(torch.tensor([3, 4], device="cuda"), 5)
 
-    def run(impl, dtype):
+    def run(impl, dtype, graph=False):
         d = copy.deepcopy(ref.decoder).cuda().to(dtype).train()
         d.impl = impl
-        xx = x.cuda().to(dtype).requires_grad_()
+        xx, dd = x.to(dtype).requires_grad_(), dy.to(dtype)
         names, weights = zip(*[(n, p) for n, p in d.named_parameters() if n != "positions"])
-        y = d.transform(xx, state)
-        grads = torch.autograd.grad(y, [xx, *weights], dy.cuda().to(dtype))
+        results = []
+
+        def step():
+            y = d.transform(xx, state)
+            results[:] = [y.detach(), *torch.autograd.grad(y, [xx, *weights], dd)]
+
+        if graph:
+            replay = captured(step)
+            for r in results:
+                r.fill_(float("nan"))
+            replay.replay()
+        else:
+            step()
         torch.cuda.synchronize()
-        return {"y": y.detach().double(), **{n: g.double() for n, g in zip(("x", *names), grads)}}
+        return dict(zip(("y", "x", *names), [r.double() for r in results]))
 
     relative = lambda a, b: float((a - b).norm() / b.norm())
     exact, pytorch = run("reference", torch.float64), run("reference", torch.bfloat16)
-    out = {}
-    for key, (early, changes) in variants(name).items():
-        try:
-            with chosen(early, changes):
-                got = run("fused", torch.bfloat16)
-            ratios = {n: relative(got[n], exact[n]) / max(relative(pytorch[n], exact[n]), 1e-9) for n in exact}
-            worst = max(ratios, key=ratios.get)
-            out[key] = (worst, ratios[worst])
-            print(name, key, f"worst {ratios[worst]:.2f} x PyTorch's bf16 error, {worst}", flush=True)
-        except Exception as error:
-            out[key] = repr(error)[:300]
-            print(name, key, "FAILED", out[key], flush=True)
+    error = {n: max(relative(pytorch[n], exact[n]), 1e-9) for n in exact}
+    out, first = {}, None
+    for key, (early, share, changes) in variants(name).items():
+        for graph in (False, True):
+            try:
+                with chosen(early, share, changes):
+                    got = run("fused", torch.bfloat16, graph)
+                ratios = {n: relative(got[n], exact[n]) / error[n] for n in exact}
+                worst = max(ratios, key=lambda n: ratios[n] if ratios[n] == ratios[n] else float("inf"))
+                out[f"{key}{', graph' * graph}"] = (round(ratios[worst], 2), worst)
+                if first is None:
+                    first = got
+                elif key in ("chosen", "late") and not all(torch.equal(got[n], first[n]) for n in got):
+                    out[f"{key}{', graph' * graph}"] += ("NOT THE SAME BITS",)
+            except Exception as fault:
+                out[f"{key}{', graph' * graph}"] = repr(fault)[:150]
+    bad = {k: v for k, v in out.items() if isinstance(v, str) or not v[0] <= 1.5 or len(v) > 2}
+    print(f"check {name} B {B}: {len(out) - len(bad)} right, worst {max((v for v in out.values() if v not in bad.values()), default=None)}")
+    for key, value in bad.items():
+        print(f"   BAD {key}: {value}", flush=True)
     return out
 
 
@@ -172,10 +194,10 @@ def block(name):
         torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
 
     graphs, first, sums = {}, {}, {}
-    for key, (early, changes) in variants(name).items():
+    for key, (early, share, changes) in variants(name).items():
         try:
             t0 = time.time()
-            with chosen(early, changes):
+            with chosen(early, share, changes):
                 graphs[key] = captured(step)
             first[key] = time.time() - t0
             totals = []
@@ -197,7 +219,7 @@ def block(name):
     layers = m.config.decoder.layers
     out = {key: us / layers for key, us in interleaved(graphs).items()}
     for key, us in out.items():
-        print(f"{name} {key:22s} {us:8.1f} us a block, forward + backward (captured in {first[key]:.1f} s)", flush=True)
+        print(f"{name} {key:22s} {us:8.1f} us a block", flush=True)
     return out
 
 
@@ -256,23 +278,41 @@ def step(name):
     return {"ms": ms, "kernels": len(rows), "span": span, "covered": busy, "rows": rows}
 
 
-TRIALS = {"check": check, "block": block, "step": step}
+TRIALS = {"check": check, "few": lambda name: check(name, 2), "block": block, "step": step}
+
+
+def start(trial, name):
+    return subprocess.Popen(
+        [sys.executable, __file__, "--one", trial, name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def tell(process, trial, name, seconds):
+    try:
+        text, _ = process.communicate(timeout=max(seconds, 1))
+        if process.returncode:
+            print(f"FAILED {trial} {name} " + text[-700:], flush=True)
+        else:
+            lines = [line for line in text.splitlines() if "Warn" not in line and "_warn" not in line]
+            print("\n".join(lines), flush=True)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        print("TIMEOUT", trial, name, (process.communicate()[0] or "")[-700:], flush=True)
+
 
 if __name__ == "__main__":
     if len(sys.argv) == 4 and sys.argv[1] == "--one":
         trial, name = sys.argv[2:]
         json.dump(TRIALS[trial](name), open(f"{OUT}/fused_{trial}_{name}.json", "w"))
         sys.exit()
+    seconds = next((float(a) for a in sys.argv[1:] if a.isdigit()), 600)
+    end = time.time() + seconds
     trials = [a for a in sys.argv[1:] if a in TRIALS] or list(TRIALS)
     names = [a for a in sys.argv[1:] if a in WORKLOADS] or list(WORKLOADS)
-    for trial in trials:
-        for name in names:
-            if trial == "check" and name.endswith("-512"):
-                continue
-            try:
-                p = subprocess.run(
-                    [sys.executable, __file__, "--one", trial, name], timeout=150, capture_output=True, text=True
-                )
-                print(p.stdout, "" if p.returncode == 0 else f"FAILED {trial} {name} " + p.stderr[-1500:], flush=True)
-            except subprocess.TimeoutExpired as late:
-                print((late.stdout or b"").decode()[-3000:], "TIMEOUT", trial, name, flush=True)
+    checks = [(t, n) for t in trials for n in names if t in ("check", "few") and not n.endswith("-512")]
+    running = [(start(*job), *job) for job in checks]  # numerics beside each other
+    for job in running:
+        tell(*job, end - time.time())
+    for job in [(t, n) for t in trials for n in names if t in ("block", "step")]:  # times one after another
+        if time.time() < end - 6:
+            tell(start(*job), *job, end - time.time())

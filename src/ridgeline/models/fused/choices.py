@@ -85,6 +85,6 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
-        grouped=hopper and few and config.qkv_width % 8 == 0,
-        side_stream=few,
+        grouped=whole_rows,
+        side_stream=few and not whole_rows,  # a group fills the card
     )
