@@ -7,6 +7,7 @@ import torch
 
 from engine.helpers import LANGUAGE, POLICY, language_batch, policy_batch
 from ridgeline.engine import TrainStep
+from ridgeline.errors import DivergedError
 from ridgeline.models import build
 
 
@@ -26,3 +27,13 @@ def test_fused_blocks_train_as_the_reference_does(config, make, cut):
     assert b.loss == pytest.approx(a.loss, rel=1e-5)
     assert b.norm == pytest.approx(a.norm, rel=1e-4)
     torch.testing.assert_close(fused.flat.grad[: fused.flat.size], reference.flat.grad[: fused.flat.size])
+
+
+def test_the_first_bad_tensor_is_named_by_the_reference():
+    step = TrainStep(build(LANGUAGE, impl="fused", seed=3), precision="fp32", bad_steps=1)
+    with torch.no_grad():
+        step.model.decoder.blocks[0].mlp.up.weight[0, 0] = float("nan")
+    step(language_batch())
+    with pytest.raises(DivergedError, match=r"first bad tensor: output of decoder\.blocks\.0\.mlp\.up;"):
+        step.check()
+    assert step.model.decoder.impl == "fused"
