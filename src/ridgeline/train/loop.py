@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from ridgeline import checkpoint
 from ridgeline.checkpoint import Checkpoint
@@ -182,6 +183,7 @@ class _Run:
         self.step = make_step(self.model, self.config, world=world)
         self.progress = Progress()
         self.resident: ResidentBatches | None = None
+        self._batch: dict[str, Tensor] | None = None
         self.file: MetricsFile | None = None
         self.trackers: list[Tracker] = []
         self._read, self._read_at = 0, 0.0
@@ -267,7 +269,9 @@ class _Run:
             self.step(self.resident)
             self.batches.skip()
         else:
-            self.step(self.batches.next())
+            # no step keeps the batch's memory, and fresh memory costs more than the gather
+            self._batch = self.batches.next(self._batch)
+            self.step(self._batch)
         progress.step += 1
         progress.tokens += config.step_tokens
         looks = started - self._read_at >= READ_SECONDS or progress.step - self._read >= READ_STEPS
