@@ -34,6 +34,7 @@ HAL = D(layers=6, width=512, heads=8, positions="relative", position_table=1024,
 WORKLOADS = {
     "gpt2-c256": (GPT2, 32, 256),
     "fast-c256": (FAST, 32, 256),
+    "fast-c256-2048": (dataclasses.replace(FAST, context=2048), 4, 2048),
     "gpt2-c256-512": (GPT2, 512, 256),
     "fast-c256-512": (FAST, 512, 256),
     "hal-20m": (HAL, 512, 256),
@@ -121,6 +122,7 @@ def check(name, B=None):
 
     relative = lambda a, b: float((a - b).norm() / b.norm())
     exact, pytorch = run("reference", torch.float64), run("reference", torch.bfloat16)
+    torch.cuda.empty_cache()
     error = {n: max(relative(pytorch[n], exact[n]), 1e-9) for n in exact}
     out, first = {}, None
     for key, (early, share, changes) in variants(name).items():
@@ -136,11 +138,12 @@ def check(name, B=None):
                 elif key in ("chosen", "late") and not all(torch.equal(got[n], first[n]) for n in got):
                     out[f"{key}{', graph' * graph}"] += ("NOT THE SAME BITS",)
             except Exception as fault:
-                out[f"{key}{', graph' * graph}"] = repr(fault)[:150]
+                out[f"{key}{', graph' * graph}"] = repr(fault)[:110]
     bad = {k: v for k, v in out.items() if isinstance(v, str) or not v[0] <= 1.5 or len(v) > 2}
-    print(f"check {name} B {B}: {len(out) - len(bad)} right, worst {max((v for v in out.values() if v not in bad.values()), default=None)}")
-    for key, value in bad.items():
-        print(f"   BAD {key}: {value}", flush=True)
+    good = [v for k, v in out.items() if k not in bad]
+    print(f"check {name} B {B} T {T}: {len(good)} right, {len(bad)} BAD, worst of the right {max(good, default=None)}")
+    for key, value in list(bad.items())[:4]:
+        print(f"   BAD {key}: {value}"[:139], flush=True)
     return out
 
 
