@@ -25,9 +25,8 @@ RL_D u32 remote_address(u32 address, u32 rank) {  // where `address` lies in blo
 RL_D void remote_free(u32 remote_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
 }
-RL_D void store_matrices_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d) : "memory");
+RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b) : "memory");
 }
 
 }  // namespace rl

@@ -13,66 +13,8 @@
 //             3 D = acc · gelu'(C), with column sums of D
 //   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
 #include "gelu.cuh"
+#include "stationary_layout.cuh"
 #include "ridgeline/dropout.cuh"
-#include "smem.cuh"
-
-using namespace rl;
-
-constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
-constexpr bool PAIRED = CLUSTER == 2;
-constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
-constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
-constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
-constexpr int OUTPUTS = BOTH ? 2 : 1;
-// dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers
-constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
-constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * TILE_BYTES : 0);
-static_assert(K_CHUNKS <= 8, "B does not fit the registers");
-
-struct Barriers {
-  u32 base;
-  RL_D u32 full(int slot) const { return base + 8 * slot; }
-  RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
-  RL_D u32 c_full(int group, int buffer) const { return base + 8 * (2 * STAGES + 2 * group + buffer); }
-  RL_D u32 c_empty(int group, int buffer) const { return base + 8 * (2 * STAGES + 4 + 2 * group + buffer); }
-};
-static_assert(8 * (2 * STAGES + 8) <= 1024, "barriers overflow");
-
-struct Problem {
-  const TensorMap *a, *b, *c, *d, *u;
-  int n;
-};
-
-// Dropout of a tile of D. Four neighbouring columns of a row share a counter; the four lanes that hold them draw four rows'
-// counters each, and pass on one bit a column.
-struct Mask {
-  DropoutKeys site;
-  u32 bias;
-  float scale;
-  int rows_per_sample, quads, first_sample;
-};
-
-// A stretch of work: {column tile + 65536 · row of partial sums, first row tile, row tile step, count}.
-struct Segment {
-  int4 s;
-  RL_D bool valid() const { return s.w > 0; }
-  RL_D int count() const { return s.w; }
-  RL_D int column(int group) const {
-    const int block = (s.x & 0xffff) * CLUSTER + (PAIRED ? static_cast<int>(cluster_rank()) : 0);
-    return (block * GROUPS + group) * COLUMNS;
-  }
-  RL_D int sums_row() const { return s.x >> 16; }
-  RL_D int row(int tile) const { return (s.y + tile * s.z) * ROWS; }
-};
-
-struct Ring {
-  int first = 0;  // slot of the next tile
-  u32 phase = 0;
-  RL_D void advance() {
-    first += K_CHUNKS;
-    if (first == STAGES) first = 0, phase ^= 1;
-  }
-};
 
 // B of each warpgroup, then the segment's rows of A, all through one ring.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
@@ -103,8 +45,6 @@ RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar
   }
 }
 
-RL_D u32 c_tile(u32 smem, int group, int buffer) { return smem + C_TILES + (2 * group + buffer) * TILE_BYTES; }
-
 RL_D void produce_c(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   int sent = 0;
   for (Segment now{*schedule}; now.valid(); now = {*++schedule})
@@ -115,6 +55,22 @@ RL_D void produce_c(const Problem& p, const int4* schedule, u32 smem, Barriers b
         barrier_expect(bar.c_full(group, buffer), TILE_BYTES);
         copy_2d(c_tile(smem, group, buffer), p.c, now.column(group), now.row(tile), bar.c_full(group, buffer));
       }
+}
+
+// Sends a warpgroup's finished tiles to memory.
+RL_D void deliver(const Problem& p, const int4* schedule, u32 smem, Barriers bar, int group) {
+  int sent = 0;
+  for (Segment now{*schedule}; now.valid(); now = {*++schedule})
+    for (int tile = 0; tile < now.count(); ++tile, ++sent) {
+      const int buffer = sent & 1;
+      barrier_wait(bar.staged(group, buffer), sent >> 1 & 1);
+      store_2d(p.d, staging(smem, group, buffer, 0), now.column(group), now.row(tile));
+      if (BOTH) store_2d(p.u, staging(smem, group, buffer, 1), now.column(group), now.row(tile));
+      store_commit();
+      store_wait_read<1>();
+      if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
+    }
+  store_wait_read<0>();
 }
 
 // GELU and its derivative, in half precision where the result becomes bf16.
@@ -139,18 +95,26 @@ RL_D void multiply_derivative(float& v0, float& v1, u32 input) {
 // A descriptor from its low word; the high one is a constant.
 RL_D u64 operand(u32 low) { return static_cast<u64>(operand_k_major(0) >> 32) << 32 | low; }
 
+// Dropout of a tile of D. Four neighbouring columns of a row share a counter; the four lanes that hold them draw four rows'
+// counters each, and pass on one bit a column.
+struct Mask {
+  DropoutKeys site;
+  u32 bias;
+  float scale;
+  int rows_per_sample, quads, first_sample;
+};
+
 struct Consumer {
   const Problem& p;
   u32 smem;
   Barriers bar, there;  // `there`: of the other block of a pair
   int group, warp, lane;
-  bool leader;
   u32 matrix;          // where this lane's row of four 8 × 8 matrices lies in a tile of D, U or C: [tokens, columns]
   Ring ring;
   int sent = 0;        // tiles
   u32 weights[4 * K_CHUNKS][4];
   float bias[2], sums[2];
-  u32 out[4], pre[4], c[4];
+  u32 c[4];            // of two parts
   Mask mask;
   DropoutKeys keys[2];  // of the sample that the tile's first row belongs to, and of the next
   int position;         // of the first row in its sample
@@ -174,7 +138,8 @@ struct Consumer {
         const int place = position + 8 * (j + member) + 2 * (lane & 3) + e, next = place >= mask.rows_per_sample;
         const u32 row_counter = (place - (next ? mask.rows_per_sample : 0)) * mask.quads;
         const u32 counter = row_counter + (column + 16 * warp + 8 * h) / 4 + (lane >> 4);
-        const DropoutWords words = dropout_words(counter, {next ? keys[1].key_0 : keys[0].key_0, next ? keys[1].key_1 : keys[0].key_1});
+        const DropoutKeys mine{next ? keys[1].key_0 : keys[0].key_0, next ? keys[1].key_1 : keys[0].key_1};
+        const DropoutWords words = dropout_words(counter, mine);
         const u32 low = (dropout_keep_bits(words.word_0, mask.bias) & 0x80008000u) >> 15;
         const u32 high = (dropout_keep_bits(words.word_1, mask.bias) & 0x80008000u) >> 13;
         bits |= (low | high) << (4 * (2 * h + e));
@@ -189,7 +154,6 @@ struct Consumer {
     if (PAIRED && lane == 0) remote_free(there.empty(slot));
   }
   RL_D int slot_before() const { return (ring.first == 0 ? STAGES : ring.first) - 1; }  // the last tile's last
-  RL_D u32 staging(int output) const { return smem + STAGING + ((2 * group + (sent & 1)) * OUTPUTS + output) * TILE_BYTES; }
 
   RL_D void load_weights(const u16* pointer, int column) {
     const int q = lane >> 3, low = q & 1, high = q >> 1;
@@ -202,8 +166,11 @@ struct Consumer {
         if (owner == group)
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
-            if (B_TRANSPOSED) load_matrices_transposed(weights[4 * chunk + k], tile + swizzle128(16 * k + (lane & 7) + 8 * high, 2 * warp + low));
-            else load_matrices(weights[4 * chunk + k], tile + swizzle128(16 * warp + (lane & 7) + 8 * low, 2 * k + high));
+            u32(&fragment)[4] = weights[4 * chunk + k];
+            const int row = lane & 7;
+            if (B_TRANSPOSED)
+              load_matrices_transposed(fragment, tile + swizzle128(16 * k + 8 * high + row, 2 * warp + low));
+            else load_matrices(fragment, tile + swizzle128(16 * warp + 8 * low + row, 2 * k + high));
           }
         release(ring.first + chunk);
       }
@@ -224,12 +191,13 @@ struct Consumer {
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
     if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+    u32 out[2], pre[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int pair = 2 * (j & 1) + h;
+      const u32 here = c[2 * (j & 1) + h];
       float v0 = acc[4 * j + 2 * h], v1 = acc[4 * j + 2 * h + 1];
       if (EPILOGUE == 3) {
-        multiply_derivative(v0, v1, c[pair]);
+        multiply_derivative(v0, v1, here);
         sums[h] += v0 + v1;
       } else if (HAS_BIAS) {
         v0 += bias[h], v1 += bias[h];
@@ -239,28 +207,21 @@ struct Consumer {
           v0 = kept[j & 3] >> (8 * h) & 1 ? v0 * mask.scale : 0.f;
           v1 = kept[j & 3] >> (8 * h + 4) & 1 ? v1 * mask.scale : 0.f;
         }
-        v0 += pair_low(c[pair]), v1 += pair_high(c[pair]);
+        v0 += pair_low(here), v1 += pair_high(here);
       }
-      if (BOTH) pre[pair] = pack_pair(v0, v1);
+      if (BOTH) pre[h] = pack_pair(v0, v1);
       if (EPILOGUE == 1) activate(v0, v1);
-      out[pair] = pack_pair(v0, v1);
+      out[h] = pack_pair(v0, v1);
     }
-    if (j % 2 == 1) {
-      const u32 place = matrix + (j - 1) * 1024;
-      store_matrices_transposed(staging(0) + place, out[0], out[1], out[2], out[3]);
-      if (BOTH) store_matrices_transposed(staging(1) + place, pre[0], pre[1], pre[2], pre[3]);
-    }
+    const u32 place = matrix + j * 1024;
+    if (j == 0) barrier_wait(bar.vacant(group, sent & 1), (sent >> 1 & 1) ^ 1);
+    store_matrix_pair_transposed(staging(smem, group, sent & 1, 0) + place, out[0], out[1]);
+    if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, pre[0], pre[1]);
   }
-  // The tile leaves, and before it the tile before: the buffer that the next one takes.
-  RL_D void send(int column, int row) {
-    if (leader) store_wait_read<0>();
+  RL_D void send() {  // the tile is whole
     fence_async();
-    named_barrier<128>(1 + group);
-    if (leader) {
-      store_2d(p.d, staging(0), column, row);
-      if (BOTH) store_2d(p.u, staging(1), column, row);
-      store_commit();
-    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bar.staged(group, sent & 1));
     ++sent;
   }
 
@@ -275,7 +236,8 @@ struct Consumer {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k)
-        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], operand(start + chunk * (TILE_BYTES / 16) + 2 * k), chunk + k > 0);
+        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], operand(start + chunk * (TILE_BYTES / 16) + 2 * k),
+                                 chunk + k > 0);
       wgmma_commit();
       if (OLD && chunk == 0) {  // what the epilogue reads
         wgmma_wait<1>();
@@ -291,7 +253,7 @@ struct Consumer {
       }
     }
     ring.advance();
-    if (OLD) send(column, row);
+    if (OLD) send();
   }
   RL_D void finish(float (&acc)[32], int column, int row) {
     wgmma_wait<0>();
@@ -299,7 +261,7 @@ struct Consumer {
     release(slot_before());
 #pragma unroll
     for (int j = 0; j < 8; ++j) part(acc, j, column, row);
-    send(column, row);
+    send();
   }
   RL_D void write_sums(float* partials, int column) {
 #pragma unroll
@@ -331,7 +293,6 @@ struct Consumer {
       }
       if (EPILOGUE == 3) write_sums(partials + static_cast<i64>(now.sums_row()) * p.n, column);
     }
-    if (leader) store_wait_read<0>();
   }
 };
 
@@ -352,9 +313,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
       barrier_init(bar.full(i), 1);
       barrier_init(bar.empty(i), 4 * GROUPS * CLUSTER);
     }
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 2 * GROUPS; ++i) {
       barrier_init(bar.c_full(0, i), 1);
       barrier_init(bar.c_empty(0, i), 4);
+      barrier_init(bar.staged(0, i), 4);
+      barrier_init(bar.vacant(0, i), 1);
     }
     barrier_init_fence();
   }
@@ -367,11 +330,12 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
     registers_down<40>();
     if (threadIdx.x == 0) produce(p, schedule, smem, bar);
     if (READS_C && threadIdx.x == 32) produce_c(p, schedule, smem, bar);
+    if (lane == 0 && warp >= 2) deliver(p, schedule, smem, bar, warp - 2);
   } else {
     registers_up<232>();
     const int quarter = lane >> 3;
     const Barriers there{PAIRED ? remote_address(bar.base, cluster_rank() ^ 1) : 0};
-    Consumer me{p, smem, bar, there, group, warp, lane, warp == 0 && lane == 0,
+    Consumer me{p, smem, bar, there, group, warp, lane,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,

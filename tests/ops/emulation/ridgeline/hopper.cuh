@@ -287,10 +287,10 @@ RL_D void load_matrices(u32 (&m)[4], u32 address) {
   for (int q = 0; q < 4; ++q)
     m[q] = shared<u32>(static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() / 4]) + machine.lane() % 4 * 4);
 }
-RL_D void store_matrices_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) {
   const unsigned side = machine.post(address);
-  const u32 values[4] = {a, b, c, d}, column = machine.lane() / 4 * 2;
-  for (int m = 0; m < 4; ++m)
+  const u32 values[2] = {a, b}, column = machine.lane() / 4 * 2;
+  for (int m = 0; m < 2; ++m)
     for (int e = 0; e < 2; ++e) {
       const u32 row = static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() % 4 * 2 + e]);
       shared<u16>(row + column) = static_cast<u16>(values[m] >> (16 * e));

@@ -1,0 +1,61 @@
+// What every part of the product with weights in registers shares: sizes, barriers, tiles in shared memory, the walk over
+// rows and columns.
+#pragma once
+#include "smem.cuh"
+
+using namespace rl;
+
+constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
+constexpr bool PAIRED = CLUSTER == 2;
+constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
+constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
+constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
+constexpr int OUTPUTS = BOTH ? 2 : 1;
+// dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers
+constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
+constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * TILE_BYTES : 0);
+static_assert(K_CHUNKS <= 8, "B does not fit the registers");
+
+struct Barriers {
+  u32 base;
+  RL_D u32 full(int slot) const { return base + 8 * slot; }
+  RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
+  RL_D u32 c_full(int group, int buffer) const { return base + 8 * (2 * STAGES + 2 * group + buffer); }
+  RL_D u32 c_empty(int group, int buffer) const { return base + 8 * (2 * STAGES + 4 + 2 * group + buffer); }
+  RL_D u32 staged(int group, int buffer) const { return base + 8 * (2 * STAGES + 8 + 2 * group + buffer); }
+  RL_D u32 vacant(int group, int buffer) const { return base + 8 * (2 * STAGES + 12 + 2 * group + buffer); }
+};
+static_assert(8 * (2 * STAGES + 16) <= 1024, "barriers overflow");
+
+struct Problem {
+  const TensorMap *a, *b, *c, *d, *u;
+  int n;
+};
+
+// A stretch of work: {column tile + 65536 · row of partial sums, first row tile, row tile step, count}.
+struct Segment {
+  int4 s;
+  RL_D bool valid() const { return s.w > 0; }
+  RL_D int count() const { return s.w; }
+  RL_D int column(int group) const {
+    const int block = (s.x & 0xffff) * CLUSTER + (PAIRED ? static_cast<int>(cluster_rank()) : 0);
+    return (block * GROUPS + group) * COLUMNS;
+  }
+  RL_D int sums_row() const { return s.x >> 16; }
+  RL_D int row(int tile) const { return (s.y + tile * s.z) * ROWS; }
+};
+
+struct Ring {
+  int first = 0;  // slot of the next tile
+  u32 phase = 0;
+  RL_D void advance() {
+    first += K_CHUNKS;
+    if (first == STAGES) first = 0, phase ^= 1;
+  }
+};
+
+RL_D u32 c_tile(u32 smem, int group, int buffer) { return smem + C_TILES + (2 * group + buffer) * TILE_BYTES; }
+
+RL_D u32 staging(u32 smem, int group, int buffer, int output) {
+  return smem + STAGING + ((2 * group + buffer) * OUTPUTS + output) * TILE_BYTES;
+}
