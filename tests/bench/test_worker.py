@@ -36,7 +36,11 @@ def test_a_turn_is_as_long_as_it_must_be(worker, monkeypatch):
     monkeypatch.setattr(module, "time_steps", times)
     assert len(worker.answer({"time": 3, "at_least_s": 0.0})["times_ms"]) == 3
     assert len(worker.answer({"time": 3, "at_least_s": 0.1})["times_ms"]) == 50
-    assert counts == [module.SETTLE, 3, module.SETTLE, 50]
+    assert counts == [1, module.SETTLE - 1, 3, 1, module.SETTLE - 1, 50]
+    counts.clear()
+    monkeypatch.setattr(module, "SHORT_MS", 1.0)  # a long step needs no others to settle
+    worker.answer({"time": 3, "at_least_s": 0.0})
+    assert counts == [1, 3]
 
 
 def test_phases_are_those_of_the_step(worker):
