@@ -272,11 +272,11 @@ def backward(
     kernel.launch((grid,), threads, smem, arguments)
     reduce = cuda.load(_SOURCES / "reduce.cu", {"HEAD_WIDTH": D, "RL_FP16": defines["RL_FP16"]})
     if d_table_RD is not None:
-        reduce.kernel("table_gradient", "PPiii").launch(
+        reduce.kernel("table_gradient", "PPiii", patient=True).launch(
             (d_table_RD.shape[0],), 256, 0, (table, d_table_RD, grid, 64 * blocks, T)
         )
     if grouping == 1:
         total = B * T * G * D // 4
-        reduce.kernel("group_gradients", "PPPPiiiii").launch(
+        reduce.kernel("group_gradients", "PPPPiiiii", patient=True).launch(
             (-(-total // 256), 2), 256, 0, (dk_heads, dv_heads, dk_BTGD, dv_BTGD, total, T, G, H // G, kv_pitch)
         )

@@ -4,6 +4,12 @@
 namespace rl {
 constexpr int D = HEAD_WIDTH, QUADS = D / 4, LANES = 256 / QUADS;
 RL_D void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
+RL_D void wait_for_previous() {  // and let the next kernel start; see ops/early.py
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 }  // namespace rl
 
 // out[R, D]: the sum over `parts` partial gradients [parts, rows, D] by distance; row R - 1 - distance; zero from T on.
@@ -11,6 +17,7 @@ RL_D void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += 
 extern "C" __global__ void table_gradient(const float4* partials, float4* out, int parts, int rows, int T) {
   using namespace rl;
   __shared__ float4 sums[LANES][QUADS];
+  wait_for_previous();
   const int distance = gridDim.x - 1 - blockIdx.x, quad = threadIdx.x % QUADS, lane = threadIdx.x / QUADS;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   if (distance < T)
@@ -28,6 +35,7 @@ extern "C" __global__ void table_gradient(const float4* partials, float4* out, i
 extern "C" __global__ void group_gradients(const float4* dk_heads, const float4* dv_heads, rl::u16* dk, rl::u16* dv, int total,
                                            int T, int groups, int heads_per_group, int pitch) {
   using namespace rl;
+  wait_for_previous();
   const int index = blockIdx.x * 256 + threadIdx.x;
   if (index >= total) return;
   const int quad = index % QUADS, group = index / QUADS % groups, row = index / (QUADS * groups);  // row: b * T + t
