@@ -43,7 +43,8 @@ OPTIONS = """Where settings and weights come from.
 Attributes:
     config: TOML file of settings.
     resume: go on with the run in this folder, or from this checkpoint of it. Only length, intervals, trackers, engine,
-        lanes, device and number of processes may change; on the CPU the result is that of a run that never stopped, to the bit.
+        lanes, device and number of processes may change; on the CPU the result is that of a run that never stopped,
+        to the bit.
     init_from: start from the weights of this checkpoint or run, and nothing else of it.
     json: print one JSON object as the last line.
     settings: the settings.
