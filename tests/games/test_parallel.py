@@ -6,8 +6,13 @@ import time
 
 import pytest
 
-from ridgeline.errors import DataError, WorkerError
+from ridgeline.errors import DataError, RidgelineError, WorkerError
 from ridgeline.games.parallel import run_parallel
+
+
+class OddError(RidgelineError):
+    def __init__(self, step, loss):
+        super().__init__(f"step {step}: loss {loss}")
 
 
 def work(task):
@@ -22,6 +27,8 @@ def work(task):
         raise ValueError("a mistake inside")
     if kind == "refuse":
         raise DataError("not this one")
+    if kind == "diverge":
+        raise OddError(3, 0.5)
     for index in range(value):
         yield kind, index, os.environ["OMP_NUM_THREADS"]
 
@@ -45,6 +52,7 @@ def test_every_task_brings_all_its_results_in_its_order():
         ("exit", WorkerError, r"at work on task 1 died \(exit code 1\); see its message above"),
         ("raise", WorkerError, "at work on task 1 failed:(?s:.*)ValueError: a mistake inside"),
         ("refuse", DataError, "not this one"),
+        ("diverge", WorkerError, "step 3: loss 0.5"),
     ],
 )
 def test_a_lost_result_is_an_error_and_earlier_ones_are_kept(kind, error, words):

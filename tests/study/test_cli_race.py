@@ -25,7 +25,7 @@ def test_a_race_prints_what_its_record_holds(capsys):
     code, output, complaint = run(capsys, *line)
     assert code == 0, complaint
     result = last_json(output)
-    assert list(result) == ["folder", "record", "contenders", "crossings"]
+    assert list(result) == ["folder", "record", "contenders", "crossings", "failures"]
     assert result["folder"] == "runs/race"
     (standing,) = result["contenders"][SMALL]
     assert (standing["at"], standing["games"], standing["samples"]) == (0.6, 1, 8 * standing["steps"])

@@ -14,7 +14,7 @@ from ridgeline.play import GameResult
 from ridgeline.records import from_json, read_record, to_json, write_record
 from ridgeline.study import clocked, race
 from ridgeline.study.clocked import Point, Task, checkpoint_name, grid_until, read_points, train_on_clock
-from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at, standings
+from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at
 from ridgeline.study.race import Games, Race, Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
 from ridgeline.train.settings import to_dict
@@ -148,12 +148,26 @@ def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
     assert outcome.games[0].result.dealt == 3  # the game that was finished before the other was lost
     again = run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
     assert again == outcome
-    table = standings(ours, outcome)
-    record = read_record(write_record(make_record(ours, table), tmp_path / "record.json"))
+    record = read_record(write_record(make_record(ours, outcome), tmp_path / "record.json"))
     assert from_json(to_json(record)) == record
     assert [entry.name for entry in record.contenders] == [contender.name for contender in ours.contenders]
     strength = [curve for curve in record.curves if curve["figure"] == "strength"]
     assert [len(curve["x"]) for curve in strength] == [1] * 4
+
+
+def test_a_training_that_diverges_ends_and_the_race_goes_on(data, tmp_path, monkeypatch):
+    ours = make_race(data, f"{SMALL}+optimizer.lr=1e30", SMALL, grid=(0.2,))
+    open_race(ours, tmp_path)
+    odd, sound = ours.contenders
+    outcome = run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
+    assert set(outcome.failures) == {odd.name}
+    assert [point.at for point in outcome.points[odd.name]] == [0.0]
+    assert {(game.contender, game.at) for game in outcome.games} == {(sound.name, 0.2), (sound.name, 1.2)}
+    record = read_record(write_record(make_record(ours, outcome), tmp_path / "record.json"))
+    assert record.result(odd.name).error == outcome.failures[odd.name]
+    assert record.result(sound.name).error is None
+    monkeypatch.setattr(race, "train_on_clock", None)  # it is not tried again
+    assert run_race(ours, tmp_path, threads=1, processes=1, timeout=60) == outcome
 
 
 def test_a_folder_of_something_else_is_refused(data, tmp_path):

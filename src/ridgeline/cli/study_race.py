@@ -45,9 +45,10 @@ class Options:
     played when all training has ended, in processes of their own. Called again with the same arguments, and --out, it
     goes on where it was stopped.
 
-    With --json the last line is {"folder", "record", "contenders", "crossings"}: for each contender what it was at
-    each time ("at", "seconds", "steps", "samples", "tokens", losses, "wins", "ko", "margin", "dealt", "taken",
-    "intervals", …), and from when on it reached 26 of 30 wins and a knockout rate of 0.9.
+    With --json the last line is {"folder", "record", "contenders", "crossings", "failures"}: for each contender what
+    it was at each time ("at", "seconds", "steps", "samples", "tokens", losses, "wins", "ko", "margin", "dealt",
+    "taken", "intervals", …), from when on it reached 26 of 30 wins and a knockout rate of 0.9, and why it ended early
+    if its numbers were no longer finite.
 
     Attributes:
         contenders: who takes part.
@@ -103,13 +104,13 @@ def run(arguments: Sequence[str]) -> int:
             watcher=Watcher(trained=lambda name, point: said.print(_line(name, point), highlight=False), played=count),
         )
     table = standings(race, outcome)
-    file = write_record(make_record(race, table), folder / RECORD)
+    file = write_record(make_record(race, outcome), folder / RECORD)
     if options.json:
         contenders = {name: [standing.to_json() for standing in path] for name, path in table.items()}
         made = {"folder": str(folder), "record": str(file), "contenders": contenders, "crossings": crossings(table)}
-        print(json.dumps(made))
+        print(json.dumps({**made, "failures": outcome.failures}))
     else:
-        _print(table, file)
+        _print(table, outcome.failures, file)
     return 0
 
 
@@ -158,7 +159,7 @@ def _line(name: str, point: Point) -> str:
     return f"{name} at {point.at:g} s: {point.steps} steps, {loss}, {point.setup_s:.0f} s to set up"
 
 
-def _print(table: Mapping[str, Sequence[Standing]], file: Path) -> None:
+def _print(table: Mapping[str, Sequence[Standing]], failures: Mapping[str, str], file: Path) -> None:
     console = Console()
     for name, path in table.items():
         made = Table(title=name, title_justify="left")
@@ -180,4 +181,6 @@ def _print(table: Mapping[str, Sequence[Standing]], file: Path) -> None:
     for crossing in crossings(table):
         when = "never" if crossing["seconds"] is None else f"from second {crossing['seconds']:.0f}"
         console.print(f"{crossing['contender']} reaches {crossing['target']} {when}", highlight=False)
+    for name, reason in failures.items():
+        console.print(f"{name} ended early: {reason}", highlight=False)
     console.print(f"the record is in {file}", highlight=False)

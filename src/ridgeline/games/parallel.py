@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 import traceback
@@ -116,9 +117,18 @@ def _serve(function: Callable[[Any], Iterable[Any]], pipe: Connection) -> None:
                     pipe.send(("result", result))
                 pipe.send(("finished", None))
             except RidgelineError as error:
-                pipe.send(("refused", error))
+                pipe.send(("refused", _portable(error)))
             except Exception:
                 pipe.send(("failed", traceback.format_exc()))
+
+
+def _portable(error: RidgelineError) -> RidgelineError:
+    """The error itself if it survives the way to another process, else its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # its constructor wants other arguments than a message
+        return WorkerError(str(error))
+    return error
 
 
 def _give(worker: _Worker, tasks: Sequence[Any], waiting: Iterator[int], labels: Sequence[str]) -> None:

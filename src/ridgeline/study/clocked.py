@@ -8,6 +8,7 @@ ends its schedule with the race however many steps it took.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -22,7 +23,7 @@ from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.resident import ResidentBatches, fits
 from ridgeline.engine import TrainStep
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import DivergedError, RidgelineError
 from ridgeline.models.reader import read
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.optim import learning_rate
@@ -34,6 +35,7 @@ from ridgeline.train.settings import from_dict
 from ridgeline.train.validate import validate
 
 POINTS = "points.jsonl"
+FAILURE = "failure.txt"
 AHEAD = 4  # steps that the host may be ahead of the card
 LOOK_SECONDS = 2.0  # between looks at the loss
 WARM_UP = 2  # steps that are taken back: the first compiles and captures, the second finds all of it done
@@ -84,7 +86,8 @@ class Task(NamedTuple):
 def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
     """Train a contender, from its last checkpoint on if there is one, and yield each point as its checkpoint is there.
 
-    None now and then is a sign of life.
+    None now and then is a sign of life. A training that comes to numbers that are not finite ends there, and its reason
+    is noted (`read_failure`): that is a result of the race.
 
     Raises:
         RidgelineError: it cannot be trained; points that were reached are kept.
@@ -100,16 +103,26 @@ def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
             state.write_config(folder, run.config)
             yield run.leave(0.0)
         run.prepare(folder / checkpoint_name(done[-1].at if done else 0.0))
-        for at in task.grid[len(done) or 1 :]:
-            while run.progress.seconds < at:
-                run.advance(at, 60 * (run.config.minutes or 0.0))
-                yield None
-            yield run.leave(at)
+        try:
+            for at in task.grid[len(done) or 1 :]:
+                while run.progress.seconds < at:
+                    run.advance(at, 60 * (run.config.minutes or 0.0))
+                    yield None
+                yield run.leave(at)
+        except DivergedError as error:
+            with writing(folder):
+                (folder / FAILURE).write_text(f"{error}\n", encoding="utf-8")
 
 
 def checkpoint_name(at: float) -> str:
     """Name of the folder of a checkpoint at a time of the grid."""
     return f"at-{at:08.1f}s"
+
+
+def read_failure(folder: Path) -> str | None:
+    """Why a contender's training ended before its time; None where it did not."""
+    file = folder / FAILURE
+    return file.read_text(encoding="utf-8").strip() if file.exists() else None
 
 
 def read_points(folder: Path) -> list[Point]:
@@ -200,6 +213,8 @@ class _Clocked:
             self.step.check()
             progress.train_loss = self.step.metrics(progress.step - 1)[-1].loss
         progress.val_loss = validate(self.step, self.validation, self.device, self.config.eval_windows)
+        if not math.isfinite(progress.val_loss):
+            raise DivergedError(f"the held-out loss at step {progress.step} is {progress.val_loss}")
         path = self.folder / checkpoint_name(at)
         state.save(path, self.config, progress, self.model, self.step, self.batches, self.data)
         point = Point(

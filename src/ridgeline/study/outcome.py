@@ -78,18 +78,20 @@ def crossings(table: Mapping[str, Sequence[Standing]]) -> list[dict[str, Any]]:
     """For every contender and target from when on it is reached: {"contender", "target", "seconds"}."""
     found = []
     for name, path in table.items():
-        for target in TARGETS:
+        for target in TARGETS if path else ():
             words = target.words(path[0].strength["games"])
             found.append({"contender": name, "target": words, "seconds": reached_at(path, target)})
     return found
 
 
-def make_record(race: Race, table: Mapping[str, Sequence[Standing]]) -> Record:
+def make_record(race: Race, outcome: Outcome) -> Record:
     """The race as a record: a contender's speed, and curves of its strength."""
+    table = standings(race, outcome)
     config = race.contenders[0].config
     curves: list[dict[str, Any]] = []
     for name, path in table.items():
-        curves += [_curve(name, path, figure) for figure in ("wins", "ko")]
+        if path:
+            curves += [_curve(name, path, figure) for figure in ("wins", "ko")]
         curves.append({"figure": "race", "name": name, "points": [standing.to_json() for standing in path]})
     curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
     curves.append({"figure": "setting", "name": "setting", **race.to_json(), "games_while": "training had ended"})
@@ -100,7 +102,7 @@ def make_record(race: Race, table: Mapping[str, Sequence[Standing]]) -> Record:
     return Record(
         kind="race",
         **around,
-        contenders=[_speed(name, path) for name, path in table.items()],
+        contenders=[_speed(name, path, outcome.failures.get(name)) for name, path in table.items()],
         curves=curves,
     )
 
@@ -120,7 +122,9 @@ def _curve(name: str, path: Sequence[Standing], figure: str) -> dict[str, Any]:
     }
 
 
-def _speed(name: str, path: Sequence[Standing]) -> ContenderResult:
+def _speed(name: str, path: Sequence[Standing], failure: str | None) -> ContenderResult:
+    if not path:
+        return ContenderResult(name=name, error=failure)
     last = path[-1].point
     return ContenderResult(
         name=name,
@@ -128,4 +132,5 @@ def _speed(name: str, path: Sequence[Standing]) -> ContenderResult:
         windows_per_s=last.samples / last.seconds,
         step_ms=1e3 * last.seconds / last.steps,
         first_step_s=last.setup_s,
+        error=failure,
     )

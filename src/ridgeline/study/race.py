@@ -8,6 +8,7 @@ processes that have the machine to themselves. So no game ever slows a training 
     RACE/CONTENDER/config.toml   see ridgeline.train.state
     RACE/CONTENDER/points.jsonl  a line a checkpoint
     RACE/CONTENDER/at-…s         the checkpoints
+    RACE/CONTENDER/failure.txt   why its training ended before its time, if it did
     RACE/games.jsonl             a line a game
     RACE/record.json             the record for a report, at the end
 
@@ -30,7 +31,7 @@ from ridgeline.games.parallel import run_parallel
 from ridgeline.play import GameResult, load_player
 from ridgeline.play.evaluate import Job, groups, play_jobs
 from ridgeline.play.ledger import Ledger
-from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, train_on_clock
+from ridgeline.study.clocked import Point, Task, checkpoint_name, read_failure, read_points, train_on_clock
 from ridgeline.study.racers import Contender
 from ridgeline.train.config import AUTO
 from ridgeline.train.guards import writing
@@ -102,9 +103,10 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a race came to: by contender its points, and all games."""
+    """What a race came to: by contender its points, and why it ended early if it did; and all games."""
 
     points: dict[str, list[Point]]
+    failures: dict[str, str]
     games: list[Played]
 
 
@@ -173,7 +175,8 @@ def run_race(
     for name, point in _train(race, folder, threads):
         watcher.trained(name, point)
     points = {contender.name: read_points(folder / contender.folder) for contender in race.contenders}
-    return Outcome(points=points, games=_play(race, folder, processes, timeout, watcher.played))
+    failures = {c.name: reason for c in race.contenders if (reason := read_failure(folder / c.folder))}
+    return Outcome(points=points, failures=failures, games=_play(race, folder, processes, timeout, watcher.played))
 
 
 def _train(race: Race, folder: Path, threads: int) -> Iterator[tuple[str, Point]]:
@@ -182,7 +185,7 @@ def _train(race: Race, folder: Path, threads: int) -> Iterator[tuple[str, Point]
     for contender in race.contenders:
         done = read_points(folder / contender.folder)
         yield from ((contender.name, point) for point in done)
-        if len(done) < len(race.grid):
+        if len(done) < len(race.grid) and read_failure(folder / contender.folder) is None:
             waiting.append(contender)
     for side_by_side in _rounds(waiting):
         tasks = [Task(to_dict(c.config), str(folder / c.folder), race.grid, threads) for c in side_by_side]
@@ -209,7 +212,8 @@ def _play(
     """All games; those that an earlier call finished are taken from the file."""
     wanted, played, jobs = race.games, [], []
     for contender in race.contenders:
-        for at in race.grid[1:]:  # untrained, a policy presses buttons at random
+        reached = read_points(folder / contender.folder)
+        for at in race.grid[1 : len(reached)]:  # untrained, a policy presses buttons at random
             path = folder / contender.folder / checkpoint_name(at)
             device = contender.config.device if wanted.device == AUTO else wanted.device
             load, key = partial(load_player, path, device, wanted.cache), {"contender": contender.name, "at": at}
@@ -218,7 +222,7 @@ def _play(
                 Job(load, seeds, wanted.level, wanted.temperature, key, name)
                 for seeds in groups(wanted.count, wanted.first_seed)
             ]
-    total = len(race.contenders) * len(race.grid[1:]) * wanted.count
+    total = sum(len(job.seeds) for job in jobs)
     report(0, total)
     for index, result in play_jobs(jobs, processes=processes, timeout=timeout, ledger=Ledger(folder / GAMES)):
         played.append(Played(jobs[index].key["contender"], jobs[index].key["at"], result))
