@@ -71,7 +71,7 @@ def test_a_disk_that_fills_up_later_keeps_the_last_checkpoint(config, monkeypatc
     ],
 )
 def test_too_little_memory_is_one_sentence_and_leaves_no_folder(config, monkeypatch, tmp_path, error):
-    def refusing(self):
+    def refusing(self, out=None):
         raise error
 
     monkeypatch.setattr(Batches, "next", refusing)
