@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ridgeline.bench.kernel_map import COPIES, UNMAPPED, KernelMap
 from ridgeline.bench.layers import group_of, kernel_groups
 from ridgeline.bench.trace import Kernel, read_trace
+from ridgeline.ops.linear import products
 from ridgeline.presets import preset
 
 HAL, GPT = preset("hal-20m").model, preset("gpt2-c256").model
@@ -62,6 +64,34 @@ def test_a_fused_loss_has_its_gradients_in_the_forward_pass():
     assert to_op(gradient) == "head.input_gradient"
     weights = kernel("cutlass", "forward", (65, 256), (65, 8192), (8192, 256), operator="aten::addmm")
     assert to_op(weights) == "head.weight_gradient"
+
+
+@pytest.mark.parametrize(
+    ("scope", "op"),
+    [
+        ("product:forward:131072:512:1536", "qkv"),
+        ("product:forward:131072:512:2048", "mlp_up"),
+        ("product:forward:131072:2048:512", "mlp_down"),
+        ("product:input_gradient:131072:512:512", "out.input_gradient"),
+        ("product:input_gradient:131072:2048:512", "mlp_down.input_gradient"),
+        ("product:input_gradient:131072:512:1536", "qkv.input_gradient"),
+        ("product:forward:7:512:1536", UNMAPPED),
+    ],
+)
+def test_products_of_our_own_say_their_shape(scope, op):
+    assert KernelMap(HAL, 512, 256)(replace(kernel("stationary", "forward"), scope=scope)) == op
+
+
+def test_products_say_their_shape_to_a_profiler(monkeypatch):
+    x, weight, out = torch.randn(4, 8), torch.randn(3, 8), torch.empty(4, 3)
+    seen = []
+    monkeypatch.setattr(products.stationary, "stationary", lambda *_, **__: seen.append("launched"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        products.forward_raw(x, weight, out, impl="cuda")
+        products.input_gradient_raw(out, weight, x, impl="cuda")
+    names = [event.name for event in profiler.events() if event.name.startswith("ridgeline::")]
+    assert names == ["ridgeline::product:forward:4:8:3", "ridgeline::product:input_gradient:4:8:3"]
+    assert seen == ["launched"] * 2
 
 
 def test_what_the_code_says_comes_first():

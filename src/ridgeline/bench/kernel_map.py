@@ -16,6 +16,7 @@ from ridgeline.bench.trace import Kernel, Shape
 from ridgeline.cost import Phase
 from ridgeline.models import LanguageConfig, ModelConfig
 from ridgeline.models.accounting import head_widths
+from ridgeline.ops.scope import PRODUCT
 
 UNMAPPED = "unmapped"
 COPIES = "copies and fills"
@@ -130,6 +131,8 @@ class KernelMap:
         """The name of the op, as the accounting has it; UNMAPPED where no rule knows it."""
         if kernel.update:
             return "adamw"
+        if kernel.scope.startswith(PRODUCT):
+            return self._named_product(kernel.scope)
         if kernel.scope:
             return kernel.scope
         if kernel.kind != "kernel":
@@ -172,14 +175,29 @@ class KernelMap:
         (rows, depth), (_, columns) = factors
         if self.N * self.config.decoder.heads in (rows, depth) and self.config.decoder.positions == "relative":
             return "attention"  # the relative product, folded to two dimensions
-        for same in (_exactly, _padded):
-            roles = ((layer, self._role(layer, rows, depth, columns, kernel.phase, same)) for layer in self.layers)
-            names = dict.fromkeys(f"{layer.name}{role}" for layer, role in roles if role is not None)
-            if names:
-                return EITHER.join(names)
+        name = self._by_shape(rows, depth, columns, kernel.phase)
+        if name is not None:
+            return name
         if not isinstance(self.config, LanguageConfig) and self.N in (rows, depth):
             return _HEADS[kernel.phase == "backward"]  # all heads' weights side by side
         return UNMAPPED
+
+    def _named_product(self, scope: str) -> str:
+        """A product that says what it is; see ops/scope.py."""
+        kind, *sizes = scope.removeprefix(PRODUCT).split(":")
+        rows, inputs, outputs = map(int, sizes)
+        if kind == "forward":
+            return self._by_shape(rows, inputs, outputs, "forward") or UNMAPPED
+        return self._by_shape(rows, outputs, inputs, "backward") or UNMAPPED
+
+    def _by_shape(self, rows: int, depth: int, columns: int, phase: Phase | None) -> str | None:
+        """The layers that have such a product, (rows, depth) × (depth, columns); None where none does."""
+        for same in (_exactly, _padded):
+            roles = ((layer, self._role(layer, rows, depth, columns, phase, same)) for layer in self.layers)
+            names = dict.fromkeys(f"{layer.name}{role}" for layer, role in roles if role is not None)
+            if names:
+                return EITHER.join(names)
+        return None
 
     def _role(self, layer: Layer, rows: int, depth: int, columns: int, phase: Phase | None, same: Same) -> str | None:
         backward = phase == "backward" or layer.name == "head"  # a fused loss has its gradients in the forward pass

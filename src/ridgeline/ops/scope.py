@@ -7,6 +7,7 @@ import contextlib
 import torch
 
 PREFIX = "ridgeline::"
+PRODUCT = "product:"
 _NOTHING = contextlib.nullcontext()
 
 
@@ -21,3 +22,14 @@ def scope(name: str) -> contextlib.AbstractContextManager[object]:
             `.weight_gradient` behind it.
     """
     return torch.profiler.record_function(PREFIX + name) if torch.autograd._profiler_enabled() else _NOTHING
+
+
+def product_scope(kind: str, rows: int, inputs: int, outputs: int) -> contextlib.AbstractContextManager[object]:
+    """Names a kernel of ops/linear by its shape, as a product launched through PyTorch is told by its own.
+
+    Args:
+        kind: forward or input_gradient.
+        rows: of x and y.
+        inputs, outputs: of the linear layer.
+    """
+    return scope(f"{PRODUCT}{kind}:{rows}:{inputs}:{outputs}") if torch.autograd._profiler_enabled() else _NOTHING

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ridgeline.ops.linear import gemm, stationary
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
+from ridgeline.ops.scope import product_scope
 
 ROW_ALIGNMENT = 16  # bytes: what the copy engine takes, and what cuBLAS's fast kernels want
 TORCH_NAME = {"exact": "none", "tanh": "tanh"}
@@ -51,17 +52,20 @@ def forward_raw(
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
     whole_tiles = masks is None or masks.T >= stationary.LEAST_SAMPLE
+    named = product_scope("forward", len(x_NK), weight_MK.shape[1], weight_MK.shape[0])
     if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
-        stationary.stationary(
-            x_NK, weight_MK, out_NM, bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks
-        )
+        with named:
+            stationary.stationary(
+                x_NK, weight_MK, out_NM, bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks
+            )
         return
     config = gemm.choose(out_NM.shape[0], out_NM.shape[1], x_NK.shape[1], epilogue) if impl == "cuda" else None
     if config is not None:
-        gemm.gemm(
-            x_NK, weight_MK, out_NM, config,
-            bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks,
-        )  # fmt: skip
+        with named:
+            gemm.gemm(
+                x_NK, weight_MK, out_NM, config,
+                bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks,
+            )  # fmt: skip
         return
     linear_NM = out_NM if pre_NM is None else pre_NM
     if bias_M is None:
@@ -90,13 +94,16 @@ def input_gradient_raw(
     Returns:
         With `pre_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the bias in pre).
     """
+    named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         kind = None if pre_NK is None else gelu
-        return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, gelu=kind, gelu_input_MN=pre_NK)
+        with named:
+            return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, gelu=kind, gelu_input_MN=pre_NK)
     epilogue: gemm.Epilogue = "plain" if pre_NK is None else "derivative"
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], dy_NM.shape[1], epilogue)
     if impl == "cuda" and config is not None:
-        return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, gelu_input_MN=pre_NK, gelu=gelu)
+        with named:
+            return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, gelu_input_MN=pre_NK, gelu=gelu)
     torch.mm(dy_NM, weight_MK, out=dx_NK)
     if pre_NK is None:
         return None
