@@ -20,6 +20,9 @@ class Buffers:
     Args:
         zero_fill: fill each buffer with zeros before it is handed out.
         reuse: keep buffers that are done with for later results of the same shape and dtype.
+
+    Attributes:
+        allocated: buffers asked of the allocator so far.
     """
 
     def __init__(self, *, zero_fill: bool, reuse: bool) -> None:
