@@ -164,7 +164,7 @@ def _speed(record: Record, index: int) -> Section:
     lead = "Whole training steps, contenders taking turns; whiskers are the 10th to 90th percentile."
     if steps:
         chart = ladder(_bars(record), steps, "million tokens/s", f"article ({articles.LADDER_CARD})")
-        lead += " On the right what each rung gains over the one before it, here and as published."
+        lead += " The second panel: what each rung gains over the one before it, here and as published."
         notes += _slower(record)
     return Section(
         key=f"speed-{index}",
