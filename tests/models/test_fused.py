@@ -51,29 +51,41 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     return float((result.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_fp32_equals_the_reference_to_rounding(name: str) -> None:
-    model = decoder(CONFIGS[name], layers=2)
+def inputs(model: Decoder, samples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
-    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
+    shape = (samples, model.config.context, model.config.width)
+    x, dy = (torch.randn(shape, generator=generator).bfloat16().float() for _ in range(2))
+    device = next(model.parameters()).device
+    return x.to(device), dy.to(device)
+
+
+def equals_the_reference_to_rounding(model: Decoder) -> None:
+    x, dy = inputs(model, 3)
     exact = run(model, "reference", torch.float64, x, dy)
     fused = run(model, "fused", torch.float32, x, dy)
     for key, value in exact.items():
         assert relative_error(fused[key], value) < 2e-6, key
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_bf16_error_is_at_most_one_and_a_half_times_pytorchs(name: str) -> None:
-    model = decoder(CONFIGS[name])
+def errs_at_most_one_and_a_half_times_as_pytorch(model: Decoder) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
-    generator = torch.Generator().manual_seed(2)
-    x, dy = (torch.randn(4, 13, 24, generator=generator).bfloat16().float() for _ in range(2))
+    x, dy = inputs(model, 4)
     exact = run(model, "reference", torch.float64, x, dy)
     fused = run(model, "fused", torch.bfloat16, x, dy)
     torch_bf16 = run(model, "reference", torch.bfloat16, x, dy)
     for key, value in exact.items():
         assert relative_error(fused[key], value) <= 1.5 * relative_error(torch_bf16[key], value), key
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fp32_equals_the_reference_to_rounding(name: str) -> None:
+    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bf16_error_is_at_most_one_and_a_half_times_pytorchs(name: str) -> None:
+    errs_at_most_one_and_a_half_times_as_pytorch(decoder(CONFIGS[name]))
 
 
 def test_evaluation_draws_no_masks() -> None:

@@ -11,7 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from models.test_fused import CONFIGS, decoder, relative_error, run
+from models.test_fused import (
+    CONFIGS,
+    decoder,
+    equals_the_reference_to_rounding,
+    errs_at_most_one_and_a_half_times_as_pytorch,
+)
 from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import Choices, choose
 from ridgeline.ops.linear import products
@@ -102,13 +107,7 @@ def test_every_choice_is_wired_to_the_same_function(
     played: Callable[[Choices], None], name: str, rows: frozenset[str], grouped: bool
 ) -> None:
     played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
-    model = decoder(CONFIGS[name], layers=2)
-    generator = torch.Generator().manual_seed(2)
-    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
-    exact = run(model, "reference", torch.float64, x, dy)
-    fused = run(model, "fused", torch.float32, x, dy)
-    for key, value in exact.items():
-        assert relative_error(fused[key], value) < 2e-6, key
+    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 
 @pytest.mark.parametrize("out", ["cuda", "residual"])
@@ -120,13 +119,7 @@ def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
         real = getattr(products, raw)
         monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
     played(Choices(attention="reference", mlp="cuda", qkv="cuda", out=out))
-    model = decoder(CONFIGS[name], layers=2)
-    generator = torch.Generator().manual_seed(3)
-    x, dy = (torch.randn(3, 13, 24, generator=generator) for _ in range(2))
-    exact = run(model, "reference", torch.float64, x, dy)
-    fused = run(model, "fused", torch.float32, x, dy)
-    for key, value in exact.items():
-        assert relative_error(fused[key], value) < 2e-6, key
+    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 
 WIDE = {
@@ -160,14 +153,7 @@ def test_every_choice_on_the_card(
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     model = decoder(WIDE[name], layers=2).cuda()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.bfloat16().float()
     chosen = choose(model.config, DEVICE, torch.bfloat16, 4, 256)
     chosen = dataclasses.replace(chosen, out=out, rows=rows, grouped=grouped, side_stream=side_stream)
     monkeypatch.setattr(stack, "choose", lambda *_: chosen)
-    x, dy = (torch.randn(4, 256, 256, device="cuda").bfloat16().float() for _ in range(2))
-    exact = run(model, "reference", torch.float64, x, dy)
-    fused = run(model, "fused", torch.bfloat16, x, dy)
-    torch_bf16 = run(model, "reference", torch.bfloat16, x, dy)
-    for key, value in exact.items():
-        assert relative_error(fused[key], value) <= 1.5 * relative_error(torch_bf16[key], value), key
+    errs_at_most_one_and_a_half_times_as_pytorch(model)
