@@ -44,6 +44,11 @@ def test_a_rung_that_is_slower_or_not_told_apart_is_said_so():
     assert "m1 is slower than m0 here (0.87×)." in section.notes
 
 
+def test_the_second_articles_figures_stand_below_its_workload_alone():
+    said = [" ".join(next(bench_sections(record, 0)).notes) for record in samples.sweep()]
+    assert ["Tesla T4" in notes for notes in said] == [False, True, False, False, False]
+
+
 def test_no_ratio_crosses_runs():
     # the second article divides by a baseline of another session; here two runs are set beside each other, no more
     section = beside_section([samples.ladder(), samples.smaller()])

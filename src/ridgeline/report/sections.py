@@ -166,6 +166,10 @@ def _speed(record: Record, index: int) -> Section:
         chart = ladder(_bars(record), steps, "million tokens/s", f"article ({articles.LADDER_CARD})")
         lead += " The second panel: what each rung gains over the one before it, here and as published."
         notes += _slower(record)
+    info = record.workload
+    published = None if info is None else articles.SECOND.get((info.name, info.batch, info.context))
+    if published is not None:
+        notes.append(published)
     return Section(
         key=f"speed-{index}",
         title="The ladder" if steps else "Speed",
