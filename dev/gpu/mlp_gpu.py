@@ -14,7 +14,7 @@ T0 = time.time()
 LIMIT = float(os.environ.get("MLP_LIMIT", "48"))
 OUT = os.environ.get("OUT", "/tmp")
 os.environ["RIDGELINE_CACHE"] = os.path.abspath("dev/gpu/mlp_cache")
-CONFIGS = [(1,), (2,)]
+CONFIGS = [(1,), (2,), (2, 2)]  # blocks a tile, tiles that share the weights
 # name: C, F, norm, gelu, bias, p, K of project forward, K of project backward
 MODELS = {
     "gpt2": (256, 1024, "layernorm", "tanh", True, 0.0, 256, 768),
@@ -42,8 +42,7 @@ class Case:
 
         self.torch, self.K, self.N, self.T = torch, K, N, T
         self.C, self.F, self.norm, self.gelu, self.bias, self.p, self.Kf, self.Kb = MODELS[model]
-        self.config = config[:1]
-        self.early = len(config) > 1 and bool(config[1])
+        self.config = config
         dev = torch.device("cuda")
         g = torch.Generator(dev).manual_seed(seed)
         self.dt = dt = dtype or torch.bfloat16
@@ -65,7 +64,7 @@ class Case:
         self.a, self.du = nan(N, F), nan(N, F)
         self.dr, self.dbranch = nan(N, C), nan(N, C) if self.p else None
         self.sums = 1 + (self.b is not None) + (self.down_b is not None)
-        cfg = K.Config(config[0])
+        cfg = K.Config(config[0], share=config[1] if len(config) > 1 else 1)
         self.cfg = cfg
         self.partials = nan(K.partial_rows(N, cfg), self.sums * C, t=f32)
         self.du_sums = nan(K.inner_partial_rows(N, cfg), F, t=f32) if self.bias else None
@@ -102,7 +101,6 @@ class Case:
             self.join,
             gelu=self.gelu,
             config=self.cfg,
-            early=self.early,
         )
 
     def backward(self):
@@ -117,14 +115,13 @@ class Case:
             self.grad,
             gelu=self.gelu,
             config=self.cfg,
-            early=self.early,
         )
 
     def pforward(self):
-        self.K.project_forward_raw(self.x, self.out, self.join, config=self.cfg, early=self.early)
+        self.K.project_forward_raw(self.x, self.out, self.join, config=self.cfg)
 
     def pbackward(self):
-        self.K.project_backward_raw(self.dy, self.qkv, self.grad, config=self.cfg, early=self.early)
+        self.K.project_backward_raw(self.dy, self.qkv, self.grad, config=self.cfg)
 
     def poison(self):
         for t in (
@@ -442,7 +439,7 @@ def times_of(torch, model, N, kinds):
         except Exception as x:
             row["separate_error"] = repr(x)[:200]
         say(time=name, model=model, N=N, **row)
-        for config in [(1,), (1, 1), *([(2,), (2, 1)] if N < 65536 else [])]:
+        for config in [(1,), (1, 2), *([(2,), (2, 2)] if N < 65536 else [])]:
             try:
                 cs = [Case(torch, model, N, 256, config, seed=i) for i in range(sets)]
                 for c in cs:
@@ -466,8 +463,8 @@ def prewarm():
 
     jobs = []
     for model, (C, F, norm, gelu, bias, p, _, _) in MODELS.items():
-        for (split,) in CONFIGS:
-            cfg = K.Config(split)
+        for split, *share in CONFIGS:
+            cfg = K.Config(split, share=share[0] if share else 1)
             nb = int(norm == "layernorm" and bias)
             base = dict(RMS=int(norm == "rmsnorm"), DROPOUT=int(p > 0), RESIDUAL=1, NORM_BIAS=nb, BRANCH_BIAS=int(bias))
             sums = 1 + nb + int(bias)
