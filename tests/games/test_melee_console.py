@@ -80,6 +80,7 @@ def test_a_stall_is_an_error(tmp_path, monkeypatch):
     finally:
         game.close()
     assert not game._process.is_alive()
+    assert not game.home.exists()
 
 
 @needs_replays

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ START_SECONDS = 120.0  # until the match begins
 FRAME_SECONDS = 30.0  # until a frame follows a controller
 MENU_STEPS = 6_000
 EMPTY_STEPS = 600
-GOODBYE_SECONDS = 5.0
+GOODBYE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +76,19 @@ class Console:
     Args:
         match: what is played.
         number: what to call it.
+
+    Attributes:
+        home: a folder of its own, removed by `close`.
     """
 
     def __init__(self, match: Match, number: int = 0) -> None:
         self.number = number
         self._fails = False
+        self.home = Path(tempfile.mkdtemp(prefix="ridgeline-console-"))  # Dolphin's settings and pipes
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         # libmelee starts a process itself, which those of multiprocessing may only do when they are no daemons
-        self._process = context.Process(target=_serve, args=(theirs, match, _free_port()))
+        self._process = context.Process(target=_serve, args=(theirs, match, _free_port(), self.home))
         with one_thread():
             self._process.start()
         theirs.close()
@@ -122,6 +128,7 @@ class Console:
             assert self._process.pid is not None
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
+        shutil.rmtree(self.home, ignore_errors=True)
 
 
 def _free_port() -> int:
@@ -131,9 +138,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _serve(pipe: Connection, match: Match, port: int) -> None:
+def _serve(pipe: Connection, match: Match, port: int, home: Path) -> None:
     """The console's process: frames out, controllers in."""
     os.setsid()  # so that all it starts can be ended with it
+    tempfile.tempdir = str(home)  # where libmelee makes Dolphin's folder
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         try:
             with _dolphin(match, port) as (console, controllers):
