@@ -42,10 +42,15 @@ def default_launches(D: int, relative: bool, dtype: torch.dtype) -> Launches:
     fp32, whose products run in ordinary registers."""
     if dtype == torch.float32:
         one = _square(16, 4, 1) if relative or D > 64 else _square(32, 4 if D <= 32 else 8, 1)
-    else:
-        one = _square(32, 4) if relative else _square(64, 8 if D > 64 else 4)
-    keys = Launch(rows=32, columns=64, warps=8, stages=2) if D > 64 and not relative and one.rows == 64 else one
-    return Launches(one, one, keys, Launch(rows=one.rows, columns=one.rows, warps=4, stages=1))
+        return Launches(one, one, one, one)
+    table = _square(32, 4, 1)
+    if relative:
+        return Launches(_square(32, 4), _square(32, 4), _square(32, 4), table)
+    if D > 64:
+        return Launches(_square(64, 8), _square(64, 8), Launch(rows=32, columns=64, warps=8, stages=2), table)
+    # on an H200 at D 32 and 64, T 512 to 2048: four warps and three stages before 8 warps, 32 or 128 rows; dK and dV,
+    # which have more in shared memory, two stages
+    return Launches(_square(64, 4, 3), _square(64, 4, 3), _square(64, 4), table)
 
 
 def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
