@@ -65,27 +65,33 @@ def mlp_backward(
     run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
 ) -> Slopes:
     """From behind the join after the MLP to behind `join`, the one before it, with the weights' gradients."""
-    dz_NC, up_FC, gelu = behind.dbranch_NC, weights.up_FC, run.config.gelu
-    sums_bias_F = grads.unsummed(weights.up_bias_F)
-    if "mlp" in run.choices.rows:
-        (N, _), F = dz_NC.shape, len(up_FC)
-        part: rows.Part = "mlp_backward"
-        a_NF, du_NF = dz_NC.new_empty(N, F), dz_NC.new_empty(N, F)
-        gradient, before = rows_slopes(run, part, F, behind.dr_NC, middle, join, grads)
-        partials_PF = None
-        if sums_bias_F is not None:
-            partial_rows = rows.inner_partial_rows(N, rows.choose(part, N, F))
-            partials_PF = dz_NC.new_empty(partial_rows, F, dtype=torch.float32)
-        rows.mlp_backward_raw(dz_NC, up_FC, weights.down_CF, hidden.u_NF, a_NF, du_NF, partials_PF, gradient, gelu=gelu)
-        rows_sums(gradient, join, grads)
+    if hidden.a_NF is None:
+        a_NF, du_NF, partials_PF, before = _rows_backward(run, behind, middle, hidden, weights, join, grads)
     else:
-        assert hidden.a_NF is not None
-        a_NF = hidden.a_NF
-        du_NF, partials_PF = _hidden_backward(run, dz_NC, hidden, weights, sums_bias_F is not None)
-        before = None
-    grads.product(weights.down_CF, dz_NC, a_NF, weights.down_bias_C)
-    grads.product(up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
-    return before or join_backward(run, du_NF @ up_FC, behind.dr_NC, middle, join, grads)
+        wants_sums = grads.unsummed(weights.up_bias_F) is not None
+        a_NF, before = hidden.a_NF, None
+        du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, wants_sums)
+    grads.product(weights.down_CF, behind.dbranch_NC, a_NF, weights.down_bias_C)
+    grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
+    return before or join_backward(run, du_NF @ weights.up_FC, behind.dr_NC, middle, join, grads)
+
+
+def _rows_backward(
+    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
+) -> tuple[Tensor, Tensor, Tensor | None, Slopes]:
+    """a (made anew), du, where wanted fp32 partial sums of du over its rows, and what lies behind `join`."""
+    dz_NC, F = behind.dbranch_NC, len(weights.up_FC)
+    N = len(dz_NC)
+    a_NF, du_NF, partials_PF = dz_NC.new_empty(N, F), dz_NC.new_empty(N, F), None
+    if grads.unsummed(weights.up_bias_F) is not None:
+        partial_rows = rows.inner_partial_rows(N, rows.choose("mlp_backward", N, F))
+        partials_PF = dz_NC.new_empty(partial_rows, F, dtype=torch.float32)
+    gradient, before = rows_slopes(run, "mlp_backward", F, behind.dr_NC, middle, join, grads)
+    rows.mlp_backward_raw(
+        dz_NC, weights.up_FC, weights.down_CF, hidden.u_NF, a_NF, du_NF, partials_PF, gradient, gelu=run.config.gelu
+    )
+    rows_sums(gradient, join, grads)
+    return a_NF, du_NF, partials_PF, before
 
 
 def _hidden_backward(
