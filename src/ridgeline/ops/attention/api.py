@@ -5,7 +5,8 @@ torch       F.scaled_dot_product_attention; a relative term becomes its attn_mas
             SDPA draws dropout masks of its own, so with p > 0 the reference's formula is used with the mask of the
             specification
 cuda        CUDA C++ for short windows on Hopper (short.py)
-triton      any window on cards from sm_80 on, one sweep over the keys (long.py, triton.py)
+triton      any window on cards from sm_80 on, one sweep over the keys (long.py, triton.py). On an H200 ahead of
+            PyTorch's kernels wherever gradients are wanted in one joint buffer: theirs come apart and must be copied
 triton-two-sweep   the same with two sweeps forward: maximum and sum of each row first
 """
 
