@@ -122,6 +122,7 @@ def test_the_steps_that_prepare_are_taken_back(data, tmp_path):
     assert all((again.tensors[name] == tensor).all() for name, tensor in before.tensors.items())
 
 
+@pytest.mark.slow
 def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
     ours = make_race(data, SMALL, f"{SMALL}:eager:1", grid=())
     open_race(ours, tmp_path)
@@ -155,14 +156,15 @@ def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
     assert [len(curve["x"]) for curve in strength] == [1] * 4
 
 
+@pytest.mark.slow
 def test_a_training_that_diverges_ends_and_the_race_goes_on(data, tmp_path, monkeypatch):
-    ours = make_race(data, f"{SMALL}+optimizer.lr=1e30", SMALL, grid=(0.2,))
+    ours = make_race(data, f"{SMALL}+optimizer.lr=1e30", SMALL, grid=())
     open_race(ours, tmp_path)
     odd, sound = ours.contenders
     outcome = run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
     assert set(outcome.failures) == {odd.name}
     assert [point.at for point in outcome.points[odd.name]] == [0.0]
-    assert {(game.contender, game.at) for game in outcome.games} == {(sound.name, 0.2), (sound.name, 1.2)}
+    assert {(game.contender, game.at) for game in outcome.games} == {(sound.name, 1.2)}
     record = read_record(write_record(make_record(ours, outcome), tmp_path / "record.json"))
     assert record.result(odd.name).error == outcome.failures[odd.name]
     assert record.result(sound.name).error is None
