@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from ridgeline.games.table import GameTable
 FORMAT = "ridgeline-melee-partial"
 JOURNAL = "journal.jsonl"
 HEADER = 128  # bytes before an array's rows
+LOCK_SECONDS = 2.0
 COMMIT = 1 << 26  # bytes of rows after which the journal is brought up to date
 
 Entry = dict[str, Any]
@@ -168,12 +170,17 @@ class Store:
             os.lseek(self._files[name], size, os.SEEK_SET)
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._files[JOURNAL], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(
-                f"another process is preparing {self.folder}; wait for it or choose another folder"
-            ) from error
+        """Be the only one; what is left of a preparation that was just killed may hold on for a moment."""
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                return fcntl.flock(self._files[JOURNAL], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise DataError(
+                        f"another process is preparing {self.folder}; wait for it or choose another folder"
+                    ) from error
+            time.sleep(0.02)
 
     def _note(self, lines: str) -> None:
         _write(self._files[JOURNAL], np.frombuffer(lines.encode(), np.uint8))
