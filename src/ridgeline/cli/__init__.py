@@ -23,7 +23,7 @@ VERBS = {
     "doctor": "say what would run here and why, and what is known to go wrong",
     "bench": "measure ways to train a workload against each other, and write a record",
     "report": "draw records into one page: ladders, phases, sweeps, rooflines, losses, strength",
-    "study": "answer by many runs: race",
+    "study": "answer by many runs: race, compare, search, inversion",
     "demo": "train on the shipped Boxing games, then play 30 games",
 }
 FLAGS = ("--help", "--version")
