@@ -61,6 +61,15 @@ def settings():
     return {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 
 
+def test_a_stable_phase_puts_the_decay_off():
+    """Full rate up to the given share of the run, then the cosine over what is left of it."""
+    config = OptimizerConfig(lr=1e-3, floor=1e-4, warmup=10, stable=0.8)
+    assert learning_rate(config, 4, 0.04) == pytest.approx(5e-4)
+    assert learning_rate(config, 50, 0.5) == learning_rate(config, 80, 0.8) == 1e-3
+    assert learning_rate(config, 90, 0.9) == pytest.approx(0.5 * (1e-3 + 1e-4))
+    assert learning_rate(config, 100, 1.0) == pytest.approx(1e-4)
+
+
 def test_state_by_name_continues_to_the_bit():
     torch.manual_seed(0)
     model = Tied()
@@ -106,6 +115,7 @@ def test_state_of_another_model_is_refused():
         ({"lr": 1e-3, "floor": 1e-2}, "floor must be between"),
         ({"warmup": -1}, "warmup must be 0 or more"),
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
+        ({"stable": 1.0}, "stable must be in"),
         ({"eps": 0.0}, "eps must be positive"),
         ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
         ({"clip": math.nan}, "clip must be 0 or more"),

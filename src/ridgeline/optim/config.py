@@ -12,13 +12,15 @@ ALGORITHMS = ("adamw", "muon")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW or Muon, linear warm-up, cosine decay and clipping of the global gradient norm.
+    """AdamW or Muon, linear warm-up, a stable phase, cosine decay and clipping of the global gradient norm.
 
     Attributes:
         algorithm: adamw; or muon for the matrices of the blocks, and AdamW with the same settings for the rest.
         lr: peak learning rate, reached at the end of the warm-up.
         floor: learning rate at the end of the run.
         warmup: optimisation steps from learning rate 0 to `lr`; 0 for none.
+        stable: share of the run, warm-up included, before the decay begins; 0 for a plain cosine, about 0.8 for what is
+            called warm-up, stable, decay.
         betas: decay rates of the first and second moment, each per step.
         eps: added to the root of the second moment.
         momentum: decay rate of Muon's momentum per step.
@@ -30,6 +32,7 @@ class OptimizerConfig:
     lr: float = 1e-3
     floor: float = 0.0
     warmup: int = 0
+    stable: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.95
@@ -47,6 +50,8 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.floor must be between 0 and lr={self.lr}, got {self.floor}")
         if self.warmup < 0:
             raise ConfigError(f"optimizer.warmup must be 0 or more steps, got {self.warmup}")
+        if not 0 <= self.stable < 1:
+            raise ConfigError(f"optimizer.stable must be in [0, 1), got {self.stable}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         if self.eps <= 0:
