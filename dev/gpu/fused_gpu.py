@@ -23,10 +23,8 @@ from ridgeline.models.fused import stack
 from ridgeline.models.fused.choices import choose
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
-from ridgeline.ops.mlp import kernels as rows
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
-configuration = rows.choose
 D = DecoderConfig
 FAST = D(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh")
 GPT2 = D(layers=6, width=256, heads=8, gelu="tanh")
@@ -41,24 +39,22 @@ WORKLOADS = {
     "hal-5m": (dataclasses.replace(HAL, width=256, heads=4, mlp_width=1024, context=128), 512, 128),
 }
 ALL = frozenset(("mlp", "out", "qkv"))
-SMALL = {  # name: (early launches, tiles that share weights, changes to the choices)
-    "chosen": (True, 1, {}),
-    "shared weights": (True, 2, {}),
-    "late": (False, 1, {}),
-    "side stream": (True, 1, dict(side_stream=True)),
-    "mlp apart": (True, 1, dict(rows=frozenset(("out", "qkv")))),
-    "mlp and out apart": (True, 1, dict(rows=frozenset(("qkv",)))),
-    "all apart": (True, 1, dict(rows=frozenset())),
-    "cuBLAS": (True, 1, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
+SMALL = {  # name: (early launches, changes to the choices)
+    "chosen": (True, {}),
+    "late": (False, {}),
+    "side stream": (True, dict(side_stream=True)),
+    "mlp apart": (True, dict(rows=frozenset(("out", "qkv")))),
+    "mlp and out apart": (True, dict(rows=frozenset(("qkv",)))),
+    "all apart": (True, dict(rows=frozenset())),
+    "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
 LARGE = {
-    "chosen": (True, 1, {}),
-    "late": (False, 1, {}),
-    "rows": (True, 1, dict(rows=ALL)),
-    "rows, shared weights": (True, 2, dict(rows=ALL)),
-    "mlp rows": (True, 1, dict(rows=frozenset(("mlp",)))),
-    "grouped": (True, 1, dict(grouped=True)),
-    "cuBLAS": (True, 1, dict(qkv="torch", out="torch")),
+    "chosen": (True, {}),
+    "late": (False, {}),
+    "rows": (True, dict(rows=ALL)),
+    "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
+    "grouped": (True, dict(grouped=True)),
+    "cuBLAS": (True, dict(qkv="torch", out="torch")),
 }
 
 
@@ -70,15 +66,14 @@ def variants(name):
 
 
 @contextlib.contextmanager
-def chosen(early, share, changes):
+def chosen(early, changes):
     """The stack with other choices than its own."""
     stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
-    rows.choose = lambda part, N, inner: configuration(part, N, inner)._replace(share=share)
     try:
         with early_launches(early):
             yield
     finally:
-        stack.choose, rows.choose = choose, configuration
+        stack.choose = choose
 
 
 def model_of(name, impl, layers=6):
@@ -125,10 +120,10 @@ def check(name, B=None):
     torch.cuda.empty_cache()
     error = {n: max(relative(pytorch[n], exact[n]), 1e-9) for n in exact}
     out, first = {}, None
-    for key, (early, share, changes) in variants(name).items():
+    for key, (early, changes) in variants(name).items():
         for graph in (False, True):
             try:
-                with chosen(early, share, changes):
+                with chosen(early, changes):
                     got = run("fused", torch.bfloat16, graph)
                 ratios = {n: relative(got[n], exact[n]) / error[n] for n in exact}
                 worst = max(ratios, key=lambda n: ratios[n] if ratios[n] == ratios[n] else float("inf"))
@@ -197,10 +192,10 @@ def block(name):
         torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
 
     graphs, first, sums = {}, {}, {}
-    for key, (early, share, changes) in variants(name).items():
+    for key, (early, changes) in variants(name).items():
         try:
             t0 = time.time()
-            with chosen(early, share, changes):
+            with chosen(early, changes):
                 graphs[key] = captured(step)
             first[key] = time.time() - t0
             totals = []

@@ -14,7 +14,7 @@ T0 = time.time()
 LIMIT = float(os.environ.get("MLP_LIMIT", "48"))
 OUT = os.environ.get("OUT", "/tmp")
 os.environ["RIDGELINE_CACHE"] = os.path.abspath("dev/gpu/mlp_cache")
-CONFIGS = [(1,), (2,), (2, 2)]  # blocks a tile, tiles that share the weights
+CONFIGS = [(1,), (2,)]
 # name: C, F, norm, gelu, bias, p, K of project forward, K of project backward
 MODELS = {
     "gpt2": (256, 1024, "layernorm", "tanh", True, 0.0, 256, 768),
@@ -64,7 +64,7 @@ class Case:
         self.a, self.du = nan(N, F), nan(N, F)
         self.dr, self.dbranch = nan(N, C), nan(N, C) if self.p else None
         self.sums = 1 + (self.b is not None) + (self.down_b is not None)
-        cfg = K.Config(config[0], share=config[1] if len(config) > 1 else 1)
+        cfg = K.Config(config[0])
         self.cfg = cfg
         self.partials = nan(K.partial_rows(N, cfg), self.sums * C, t=f32)
         self.du_sums = nan(K.inner_partial_rows(N, cfg), F, t=f32) if self.bias else None
@@ -439,7 +439,7 @@ def times_of(torch, model, N, kinds):
         except Exception as x:
             row["separate_error"] = repr(x)[:200]
         say(time=name, model=model, N=N, **row)
-        for config in [(1,), (1, 2), *([(2,), (2, 2)] if N < 65536 else [])]:
+        for config in [(1,), *([(2,)] if N < 65536 else [])]:
             try:
                 cs = [Case(torch, model, N, 256, config, seed=i) for i in range(sets)]
                 for c in cs:
@@ -463,8 +463,8 @@ def prewarm():
 
     jobs = []
     for model, (C, F, norm, gelu, bias, p, _, _) in MODELS.items():
-        for split, *share in CONFIGS:
-            cfg = K.Config(split, share=share[0] if share else 1)
+        for (split,) in CONFIGS:
+            cfg = K.Config(split)
             nb = int(norm == "layernorm" and bias)
             base = dict(RMS=int(norm == "rmsnorm"), DROPOUT=int(p > 0), RESIDUAL=1, NORM_BIAS=nb, BRANCH_BIAS=int(bias))
             sums = 1 + nb + int(bias)

@@ -6,7 +6,7 @@ and used for the gradients of hidden states and weights before the next chunk ov
 of N · V.
 
 Classes are padded to a multiple of 64, in the logits and in a copy of the weight: with an odd number of them (65,
-50,257) cuBLAS falls back to kernels that read element by element, five to ten times slower.
+50,257) cuBLAS falls back to kernels that read element by element.
 """
 
 from __future__ import annotations

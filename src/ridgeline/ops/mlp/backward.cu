@@ -243,5 +243,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();
-  end();
 }

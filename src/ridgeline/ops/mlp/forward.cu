@@ -165,5 +165,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, vectors + 2 * VECTOR_BYTES, kept, chunks, first, last, smem, bar, me);
   }
-  end();
 }

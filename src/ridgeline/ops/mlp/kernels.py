@@ -1,11 +1,9 @@
 """Launching the Hopper kernels of this folder: forward.cu, backward.cu (the MLP and its joins) and project.cu.
 
-Where they pay: µs on an H200, in a graph, operands in turn (in brackets the vendor's GEMMs with Triton's passes):
-
-    8,192 rows, width 256                MLP forward   MLP backward   projection   its backward
-    F 1,024, LayerNorm, biases            28 (33)       48 (45)        12 (11)      17 (18)
-    F 512, RMSNorm, no biases             19 (24)       29 (43)        11 (11)      13 (25)
-    131,072 rows, F 1,024 (first version) 391 (417)     616 (531)      144 (110)    193 (154)
+Where they pay: µs of a whole block, forward and backward in a graph on an H200, 8,192 rows of width 256, F 1,024,
+LayerNorm, biases: 168 with all four; 181 with the MLP as products with GELU in their epilogues and joins of their own,
+182 with the projection's join of its own too, 195 with the QKV gradient's as well. Their first version at 131,072 rows
+(separate kernels in brackets): MLP forward 391 (417), backward 616 (531), projection 144 (110), its backward 193 (154).
 """
 
 from __future__ import annotations
@@ -44,12 +42,10 @@ class Config(NamedTuple):
     Attributes:
         split: 2 lets a pair of blocks divide the inner dimension of one tile of 128 rows.
         stages: ring slots of 16 KB; 0 takes as many as fit, up to 12.
-        share: 2 lets two neighbouring tiles fetch the weights once for both; for even numbers of tiles.
     """
 
     split: int = 1
     stages: int = 0
-    share: int = 1
 
 
 class Join(NamedTuple):
@@ -215,7 +211,6 @@ def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int
     return {
         "WIDTH": width,
         "SPLIT": config.split,
-        "SHARE": config.share,
         "STAGES": config.stages,
         "RL_FP16": int(dtype == torch.float16),
     }
@@ -229,12 +224,12 @@ def _panel_map(x_NF: Tensor) -> bytes:
     return cuda.tensor_map(x_NF, (16, 32), swizzle=64)
 
 
-def _owned_map(weight_CK: Tensor, config: Config) -> bytes:
+def _owned_map(weight_CK: Tensor) -> bytes:
     """Rows in the order in which a lane owns eight neighbouring columns of the result: tile.cuh, fetch_owned_rows."""
     C, K = weight_CK.shape
     pitch = weight_CK.stride(0)
     view = weight_CK.as_strided((C // 32, 4, 4, 2, K), (32 * pitch, 2 * pitch, 8 * pitch, pitch, 1))
-    return cuda.tensor_map(view, (4 // config.share, 4, 4, 2, 64))
+    return cuda.tensor_map(view, (4, 4, 4, 2, 64))
 
 
 def _mask_arguments(masks: Masks | None) -> tuple[Tensor | None, tuple[cuda.Argument, ...]]:
@@ -254,10 +249,7 @@ def _launch(
     arguments: Sequence[cuda.Argument],
 ) -> None:
     kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=True)
-    if tiles(N) % config.share:
-        raise ValueError(f"tiles that share weights must be even in number, got {tiles(N)}")
-    clusters = _processors(torch.cuda.current_device()) // (config.split * config.share)
-    programs = min(tiles(N), clusters * config.share)
+    programs = min(tiles(N), _processors(torch.cuda.current_device()) // config.split)
     kernel.launch((programs * config.split,), THREADS, size, arguments)
 
 
@@ -285,7 +277,7 @@ def mlp_forward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(h_NC), _rows_map(up_FC, CHUNK // config.share), _owned_map(down_CF, config), up_bias_F,
+        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), up_bias_F,
         join.branch_bias_C, kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
@@ -340,7 +332,7 @@ def project_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: 
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK, config), join.branch_bias_C, join.residual_NC,
+        _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK), join.branch_bias_C, join.residual_NC,
         join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N, join.rstd_N, join.eps, state, N, -(-K // 64),
         *mask,
     )  # fmt: skip
