@@ -104,6 +104,7 @@ def test_on_a_card_auto_is_best_and_best_is_the_fused_blocks_or_says_why(config,
     assert settle_best(best) == best
     for other, reason in (
         (change(best, precision="bf16-autocast"), "casts between"),
+        (change(best, precision="fp32"), "in fp32 torch.compile is faster"),
         (override(best, {"model": {"decoder": {"width": 16384}}}), "at most 8192"),
     ):
         assert settle_best(other).engine == "compile+graph"
