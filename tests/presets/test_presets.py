@@ -53,6 +53,7 @@ def test_hal_trains_as_the_original_did():
         "lr": 3e-4,
         "floor": 1e-6,
         "warmup": 0,
+        "stable": 0.0,
         "betas": (0.9, 0.999),
         "eps": 1e-8,
         "momentum": 0.95,  # Muon's
