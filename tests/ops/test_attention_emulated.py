@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.attention.reference import attention_reference, skew
-from ridgeline.ops.attention.short import backward_block
+from ridgeline.ops.attention.short import backward_block, forward_smem
 from ridgeline.ops.dropout import DropoutState, quantise
 
 SOURCES = Path(__file__).parents[2] / "src/ridgeline/ops/attention/cuda"
@@ -25,8 +25,8 @@ extern "C" const char* run(const rl::TensorMap* m, const rl::u16* q, rl::u16* o,
                            rl::i64 q_batch, const int* n, float scale, float kept, unsigned threshold, int grid,
                            int random, int late) {
   return emulation::launch(grid, 128 * WARPGROUPS, random, late, [=] {
-    attention_forward(m[0], m[1], m[2], q, o, lse, seed_step, q_batch, n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7],
-                      scale, kept, n[8], n[9], threshold);
+    attention_forward(m[0], m[1], m[2], m[3], q, o, lse, seed_step, q_batch, n[0], n[1], n[2], n[3], n[4], n[5], n[6],
+                      n[7], scale, kept, n[8], n[9], threshold);
   });
 }
 """
@@ -82,6 +82,9 @@ class Case:
 
 
 CASES = [
+    Case(T=256, H=4, G=2, D=64, rows=256, p=0.2, B=2, grid=1, seed=9),  # a warpgroup takes several heads
+    Case(T=250, H=4, G=2, D=64, rows=256, p=0.2, B=2, grid=1, seed=10, late=True),
+    Case(T=256, H=7, G=7, D=32, rows=0, p=0.0, grid=1, seed=11, late=True),
     Case(T=256, H=2, G=2, D=64, rows=300, p=0.2, seed=1),
     Case(T=177, H=3, G=3, D=64, rows=177, p=0.2, grid=1, seed=2, late=True),
     Case(T=100, H=4, G=2, D=64, rows=0, p=0.0, seed=3, late=True),
@@ -171,15 +174,29 @@ def error(x: Tensor, reference: Tensor) -> float:
 
 @pytest.mark.parametrize(("D", "blocks", "relative"), [(64, 4, 1), (64, 3, 1), (64, 2, 1), (32, 4, 1), (64, 4, 0)])
 def test_shared_memory_of_a_launch_is_that_of_the_kernel(D: int, blocks: int, relative: int, tmp_path: Path) -> None:
-    defines = {"HEAD_WIDTH": D, "ROW_BLOCKS": blocks, "RL_RELATIVE": relative, "RL_DROPOUT": 0, "RL_GROUPED": 0}
+    defines = {"HEAD_WIDTH": D, "ROW_BLOCKS": blocks, "RL_RELATIVE": relative, "RL_DROPOUT": 1, "RL_GROUPED": 0}
     source = """#include "schedule.cuh"
     extern "C" int bytes() { return rl::BARRIERS_AT + 8 * rl::BARRIERS; }
     extern "C" int threads() { return rl::THREADS; }
     extern "C" void run() {}
     """
     library = compiled(tmp_path, source, defines)
-    threads, smem = backward_block(blocks, D, bool(relative))
+    threads, smem = backward_block(blocks, D, bool(relative), True)
     assert (library.threads(), library.bytes()) == (threads, smem)
+    assert smem <= 227 * 1024
+
+
+@pytest.mark.parametrize(("D", "blocks", "relative"), [(64, 4, 1), (64, 4, 0), (64, 3, 1), (32, 4, 0)])
+def test_shared_memory_of_a_forward_launch_is_that_of_the_kernel(
+    D: int, blocks: int, relative: int, tmp_path: Path
+) -> None:
+    defines = {"HEAD_WIDTH": D, "ROW_BLOCKS": blocks, "RL_RELATIVE": relative, "RL_DROPOUT": 0, "WARPGROUPS": 3}
+    source = """#include "forward.cu"
+    extern "C" int bytes() { return rl::BARRIERS_AT + 8 * rl::BARRIERS; }
+    extern "C" void run() {}
+    """
+    smem = forward_smem(blocks, D, bool(relative), 3)
+    assert compiled(tmp_path, source, defines).bytes() == smem
     assert smem <= 227 * 1024
 
 
@@ -200,7 +217,7 @@ def check_forward(case: Case, groups: dict[str, int], tmp_path: Path) -> None:
     lse = unwritten(case.B, case.H, case.T)
     box = (1, 64, 1, case.D)
     table = tensor_map(x.table, (64, case.D)) if x.table is not None else Map()
-    maps = (Map * 3)(tensor_map(x.k, box), tensor_map(x.v, box), table)
+    maps = (Map * 4)(tensor_map(x.q, box), tensor_map(x.k, box), tensor_map(x.v, box), table)
     numbers = (ctypes.c_int * 10)(
         case.T, case.rows, case.H, case.H // case.G, case.B * case.H, x.q.stride(1), x.q.stride(2), case.H * case.D,
         SITE, FIRST_SAMPLE * case.H,

@@ -23,7 +23,7 @@ WIDTHS = (32, 64)
 _SOURCES = Path(__file__).parent / "cuda"
 _FORWARD_GROUPS = 3  # warpgroups of a thread block, each with a head of its own
 _SHARING_GROUPS = 4  # where heads are so few that two warpgroups share each
-_FORWARD_KINDS = "MMMPPPPqiiiiiiiiffIII"
+_FORWARD_KINDS = "MMMMPPPPqiiiiiiiiffIII"
 _BACKWARD_KINDS = "MMMMMMPPPPPPPPPPiiiiiiiffIII"
 
 
@@ -110,6 +110,12 @@ def _table_map(table_RD: Tensor) -> bytes:
     return cuda.tensor_map(table_RD, box=(64, table_RD.shape[1]), swizzle=2 * table_RD.shape[1])
 
 
+def forward_smem(blocks: int, D: int, relative: bool, groups: int) -> int:
+    """Bytes of shared memory of a forward thread block: the sums of cuda/forward.cu."""
+    barriers = 2 * blocks + 2 if blocks == 4 and D == 64 else blocks + 1  # of a warpgroup
+    return (relative + 2 * groups) * blocks * 128 * D + 8 * (groups * barriers + 1)
+
+
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -138,18 +144,15 @@ def forward(
     groups = _SHARING_GROUPS if halves else _FORWARD_GROUPS
     defines |= {"WARPGROUPS": groups, "RL_HALVES": int(halves)}
     kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS, patient=True)
-    tile = 128 * D
-    relative = table_RD is not None
-    smem = (blocks if relative else 0) * tile + groups * 2 * blocks * tile + 8 * (groups * (blocks + 1) + 1)
     map_k = _map(k_BTGD)
+    map_table, rows = (map_k, 0) if table_RD is None else (_table_map(table_RD), table_RD.shape[0])
     arguments = (
-        map_k, _map(v_BTGD), _table_map(table_RD) if table_RD is not None else map_k, q_BTHD, out_BTHD, lse_BHT,
-        drop.seed_step, q_BTHD.stride(0), T, table_RD.shape[0] if table_RD is not None else 0, H, H // k_BTGD.shape[2],
-        B * H, q_BTHD.stride(1), q_BTHD.stride(2), _pitch("out", out_BTHD), scale, drop.kept, drop.site,
-        drop.first_sample * H, drop.threshold,
+        _map(q_BTHD), map_k, _map(v_BTGD), map_table, q_BTHD, out_BTHD, lse_BHT, drop.seed_step, q_BTHD.stride(0), T,
+        rows, H, H // k_BTGD.shape[2], B * H, q_BTHD.stride(1), q_BTHD.stride(2), _pitch("out", out_BTHD), scale,
+        drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
     grid = min(processors, B * H)
-    kernel.launch((grid,), 128 * groups, smem, arguments)
+    kernel.launch((grid,), 128 * groups, forward_smem(blocks, D, table_RD is not None, groups), arguments)
 
 
 @dataclass(frozen=True)
@@ -205,14 +208,14 @@ def column_sum_rows(q_BTHD: Tensor) -> int:
     return 4 * min(_processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
 
 
-def backward_block(blocks: int, D: int, relative: bool) -> tuple[int, int]:
+def backward_block(blocks: int, D: int, relative: bool, dropout: bool) -> tuple[int, int]:
     """Threads and bytes of shared memory of a backward thread block: the sums of cuda/schedule.cuh."""
     tile, square = 128 * D, 64 * 128
     pairs = 5 if blocks == 4 and D == 64 else 2 * blocks
     stages = 1 if relative and D == 64 and blocks > 2 else 2
-    smem = (2 * pairs + 1) * tile + 2 * stages * square + 8 * (2 * blocks + 2 * stages + 17)
+    smem = (2 * pairs + 1) * tile + 2 * stages * square + 1024 * (1 + dropout) + 8 * (2 * blocks + 2 * stages + 33)
     if relative:
-        smem += blocks * tile + 3 * square + blocks * 256 * D + 512
+        smem += blocks * tile + 3 * square + blocks * 256 * D
     return (512 if relative else 384), smem
 
 
@@ -268,7 +271,7 @@ def backward(
         table, carry, column_sums, drop.seed_step, T, table_RD.shape[0] if table_RD is not None else 0, H, H // G,
         B * H, _pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
-    threads, smem = backward_block(blocks, D, table_RD is not None)
+    threads, smem = backward_block(blocks, D, table_RD is not None, drop.threshold > 0)
     kernel.launch((grid,), threads, smem, arguments)
     reduce = cuda.load(_SOURCES / "reduce.cu", {"HEAD_WIDTH": D, "RL_FP16": defines["RL_FP16"]})
     if d_table_RD is not None:

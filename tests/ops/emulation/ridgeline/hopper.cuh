@@ -222,16 +222,18 @@ RL_D float unpack_one(u16 value) { return pair_low(value); }
 RL_D float exp2_fast(float x) { return std::exp2(x); }
 RL_D float reciprocal_fast(float x) { return 1 / x; }
 RL_D float log2_fast(float x) { return std::log2(x); }
-RL_D float keep_float(float value, u32 mask) { return from_bits(as_bits(value) & mask); }
-template <u32 SELECT>
-RL_D u32 permute(u32 a, u32 b) {
+RL_D u32 permute(u32 a, u32 b, u32 select) {
   const u64 bytes = static_cast<u64>(b) << 32 | a;
   u32 result = 0;
   for (int n = 0; n < 4; ++n) {
-    const u32 pick = SELECT >> (4 * n) & 15, byte = bytes >> (8 * (pick & 7)) & 255;
+    const u32 pick = select >> (4 * n) & 15, byte = bytes >> (8 * (pick & 7)) & 255;
     result |= (pick & 8 ? (byte & 128 ? 255u : 0u) : byte) << (8 * n);
   }
   return result;
+}
+template <u32 SELECT>
+RL_D u32 permute(u32 a, u32 b) {
+  return permute(a, b, SELECT);
 }
 
 // ---- warps and blocks
@@ -270,6 +272,8 @@ RL_D T& shared(u32 address) {
   return *reinterpret_cast<T*>(machine.smem.data() + address);
 }
 RL_D uint4 load_shared_16(u32 address) { return shared<uint4>(address); }
+RL_D u32 load_shared_4(u32 address) { return shared<u32>(address); }
+RL_D void store_shared_4(u32 address, u32 a) { shared<u32>(address) = a; }
 RL_D uint2 load_shared_8(u32 address) { return shared<uint2>(address); }
 RL_D void store_shared_8(u32 address, u32 a, u32 b) { shared<uint2>(address) = {a, b}; }
 RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { shared<uint4>(address) = {a, b, c, d}; }

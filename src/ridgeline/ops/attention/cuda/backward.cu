@@ -1,11 +1,12 @@
 // Backward of short-window attention (T <= 256): one persistent thread block an SM, a head at a time, a warpgroup for each
 // kind of work:
 //
-//   scores    S = Q·Kᵀ + R and dP = dO·Vᵀ of one square of 64 × 64 after the other; P and dS = P ∘ (dP - delta); dropout
-//             drawn again; P and dS to shared memory
+//   scores    S = Q·Kᵀ + R and dP = dO·Vᵀ of one square of 64 × 64 after the other; P and dS = P ∘ (dP - delta) to shared
+//             memory
 //   relative  R, the skew of Q·Eᵀ, to shared memory for `scores`; the way back from dS to G, the gradient of Q·Eᵀ
-//   keys      dV += Pᵀ·dO, dK += dSᵀ·Q; also starts the copies of tiles
-//   queries   dQ += dS·K + G·E, dE += Gᵀ·Q, dE in shared memory over all heads of the block
+//   keys      dV += Pᵀ·dO, dK += dSᵀ·Q; delta and the log-sum-exp of a query block's rows, a block ahead of `scores`
+//   queries   dQ += dS·K + G·E, dE += Gᵀ·Q, dE in shared memory over all heads of the block; draws dropout again, two
+//             squares ahead of `scores`, and starts the copies of tiles
 //
 // All sums are in a fixed order: results repeat bit for bit.
 #include "gradients.cuh"
@@ -55,24 +56,24 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
   sync_warp();
   if (RELATIVE) {  // of 512 registers for a thread of each group
     if (group == 0) {
-      registers_down<120>();
+      registers_down<112>();
       run_scores(a, p);
     } else if (group == 1) {
-      registers_up<160>();
+      registers_up<176>();
       run_keys(a, p);
     } else if (group == 2) {
-      registers_down<96>();
+      registers_down<104>();
       run_queries(a, p);
     } else {
-      registers_up<136>();
+      registers_down<120>();
       run_relative(a, p);
     }
   } else {  // of 504
     if (group == 0) {
-      registers_up<208>();
+      registers_up<184>();
       run_scores(a, p);
     } else if (group == 1) {
-      registers_down<160>();
+      registers_up<184>();
       run_keys(a, p);
     } else {
       registers_down<136>();

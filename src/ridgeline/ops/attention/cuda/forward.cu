@@ -1,6 +1,8 @@
 // Forward of short-window attention (T <= 256). Each warpgroup of a persistent thread block takes heads of its own: K and V
-// of a head lie whole in shared memory, the table is shared, Q is read straight into registers. Query blocks go from the
-// last to the first, so that a key block is free for the next head's copy once its own query block is done.
+// of a head lie whole in shared memory, the table is shared. Query blocks go from the last to the first, so that a key
+// block is free once the first square of its own query block is done. With four blocks of wide heads the next queries wait
+// there (slots below), and the next head's keys are copied when those are read; otherwise Q is read straight into
+// registers, and a key block is copied one query block later.
 //
 // RL_HALVES, for four query blocks and so few heads that no warpgroup has a second one: two warpgroups share a head, one
 // with the last and the first query block, the other with those between, five squares each.
@@ -14,15 +16,23 @@ namespace rl {
 
 constexpr int GROUPS = WARPGROUPS, SHARES = 1 + RL_HALVES;  // warpgroups of a head
 static_assert(!RL_HALVES || BLOCKS == 4, "only four query blocks fall into two equal halves");
+constexpr bool STAGED = BLOCKS == 4 && D == 64;  // at D = 32, measured, rows straight to registers are faster
+// Where query block i waits: K3, K2 and V2 for 2, 1 and 0, and V1 for the next head's 3.
+RL_HD constexpr int query_slot(int i) { return 0x5326 >> (4 * i) & 15; }
 // A row's reference is the largest score of its first key block, and stays so while its probabilities sum to less than this.
 constexpr float LIMIT = RL_FP16 ? 16384.f : 1e18f;
 
 constexpr int WINDOWS_AT = 0, KEYS_AT = RELATIVE ? BLOCKS * TILE : 0, HEAD_BYTES = 2 * BLOCKS * TILE;
-// Barriers: a key block of a group is there; all warps of a group are done with one; the table is there.
-constexpr int BARRIERS_AT = KEYS_AT + GROUPS * HEAD_BYTES, BARRIERS = GROUPS * (BLOCKS + 1) + 1;
+// Barriers of a group: a key block is there; all warps are done with a query block; a query block is there; all warps are
+// done with the first square of a query block. Then: the table is there.
+constexpr int QUERY_DONE = BLOCKS, QUERIES_FULL = BLOCKS + 1, SQUARE_DONE = QUERIES_FULL + BLOCKS;
+constexpr int GROUP_BARRIERS = STAGED ? SQUARE_DONE + 1 : QUERY_DONE + 1;
+constexpr int BARRIERS_AT = KEYS_AT + GROUPS * HEAD_BYTES, BARRIERS = GROUPS * GROUP_BARRIERS + 1;
+
+RL_HD constexpr bool is_arrival(int barrier) { return barrier == QUERY_DONE || barrier == SQUARE_DONE; }  // of four warps
 
 struct Arguments {
-  const TensorMap *k, *v;
+  const TensorMap *queries, *k, *v;
   const u16* q;
   u16* o;
   float* lse;
@@ -112,8 +122,8 @@ struct Place {
   u32 smem;
   int group, warp, lane;
   RL_D u32 keys() const { return smem + KEYS_AT + group * HEAD_BYTES; }
-  RL_D u32 keys_full(int j) const { return smem + BARRIERS_AT + 8 * (group * (BLOCKS + 1) + j); }
-  RL_D u32 keys_empty() const { return keys_full(BLOCKS); }
+  RL_D u32 barrier(int index) const { return smem + BARRIERS_AT + 8 * (group * GROUP_BARRIERS + index); }
+  RL_D u32 keys_full(int j) const { return barrier(j); }
   RL_D u32 table_full() const { return smem + BARRIERS_AT + 8 * (BARRIERS - 1); }
   RL_D u32 operands() const { return afresh(operand_at(smem)); }
 };
@@ -123,6 +133,11 @@ RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {  // 
   barrier_expect(p.keys_full(j), 2 * TILE);
   copy_4d(p.keys() + j * TILE, a.k, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
   copy_4d(p.keys() + (BLOCKS + j) * TILE, a.v, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
+}
+
+RL_D void load_queries(const Arguments& a, const Place& p, Head head, int i) {  // one thread
+  barrier_expect(p.barrier(QUERIES_FULL + i), TILE);
+  copy_4d(p.keys() + query_slot(i) * TILE, a.queries, 0, head.index, 64 * i, head.batch, p.barrier(QUERIES_FULL + i));
 }
 
 // What a warpgroup holds in registers, and its steps.
@@ -153,11 +168,7 @@ struct Worker {
   RL_D void score(int i, int j, u32 tile) {
     bool raise = j == i;
     while (true) {
-      if (RELATIVE) {
-#pragma unroll
-        for (int n = 0; n < 32; ++n) s[n] = 0.f;
-        add_skewed(s, band, to_left, p.warp);
-      }
+      if (RELATIVE) skewed(s, band, to_left, p.warp);
       wgmma_fence();
       multiply_rows(s, aq, tile, !RELATIVE);
       wgmma_commit();
@@ -178,18 +189,27 @@ struct Worker {
     }
     wgmma_commit();
   }
+  // The A operand of the next query block, i of a head whose turn has this parity.
+  RL_D void take_queries(int i, u32 parity) {
+    if (!STAGED) return raw.finish(aq, p.lane);
+    barrier_wait(p.barrier(QUERIES_FULL + i), parity);
+#pragma unroll
+    for (int k = 0; k < D / 16; ++k)
+      load_matrices(aq[k], p.keys() + query_slot(i) * TILE + tile_offset(16 * p.warp + (p.lane & 15), 2 * k + (p.lane >> 4)));
+  }
   // One square; leaves its product with V and the next window's R under way.
-  RL_D void square(int i, int j, int top, u32 phase) {
+  RL_D void square(int i, int j, int top, u32 phase, bool more) {
     const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4) + p.group * (HEAD_BYTES >> 4) + j * (TILE >> 4);
     if (i == top) barrier_wait(p.keys_full(j), phase);
     wgmma_wait<0>();
     wgmma_touch(o);
+    if (STAGED && j == i - 1 && p.lane == 0) barrier_arrive(p.barrier(SQUARE_DONE));
     if (RELATIVE) {
       wgmma_touch(r);
-      take_window(band, first, r, to_left);
+      take_window(band, first, r);
     }
     score(i, j, tile);
-    if (j == 0) raw.finish(aq, p.lane);  // the last use of this block's Q is behind
+    if (j == 0 && (!STAGED || i > 0 || more)) take_queries(i > 0 ? i - 1 : top, phase);  // the last use of this block's Q is behind
     start_values(tile, j == i);
     if (RELATIVE) start_window(operands, j == 0 ? 0 : i - j + 1);
   }
@@ -207,12 +227,28 @@ struct Worker {
     }
     if (RELATIVE) wgmma_wait<1>(); else wgmma_wait<0>();
     wgmma_touch(o);
-    if (p.lane == 0) barrier_arrive(p.keys_empty());
+    if (p.lane == 0) barrier_arrive(p.barrier(QUERY_DONE));
     const int at = 64 * i + 16 * p.warp;
     store_rows(a.o + (static_cast<i64>(head.batch) * a.T + at) * a.o_pitch + head.index * D, a.o_pitch, o, share[0],
                share[1], a.T - at, p.lane);
   }
 };
+
+// Starts the copies that the end of square (i, j) makes room for, once all warps are done with what they overwrite.
+RL_D void copy_after(const Arguments& a, const Place& p, const Head& head, const Head& next_head, int i, int j, u32 done,
+                     u32 blocks) {
+  const bool more = next_head.unit < a.heads_in_all, first = i == BLOCKS - 1;
+  if (STAGED && j == i - 1) {
+    barrier_wait(p.barrier(SQUARE_DONE), (done + BLOCKS - 1 - i) & 1);  // three in a head
+    if (i > 1) load_queries(a, p, head, i - 1);
+    if (i == 2) load_queries(a, p, head, 0);
+    if (i == 1 && more) load_queries(a, p, next_head, BLOCKS - 1);
+  }
+  if (j != i || !(first ? done > 0 : more) || (STAGED && i == 1)) return;
+  barrier_wait(p.barrier(QUERY_DONE), (blocks - 1) & 1);
+  if (STAGED && first) load_keys(a, p, head, 1);
+  load_keys(a, p, first ? head : next_head, first ? 0 : STAGED && i == 0 ? 2 : i + 1);
+}
 
 RL_D void run(const Arguments& a, const Place& p) {
   const int step = GROUPS * gridDim.x, work = blockIdx.x + p.group * gridDim.x, first_unit = work / SHARES;
@@ -240,17 +276,12 @@ RL_D void run(const Arguments& a, const Place& p) {
 #pragma unroll 1
     for (int i = top, next; i >= 0; i = next, ++blocks) {
       next = !RL_HALVES ? i - 1 : i == top ? BLOCKS - 1 - top : -1;
-      if (next >= 0 || more) w.raw.load(a, next >= 0 ? head : next_head, 64 * (next >= 0 ? next : top) + 16 * p.warp, p.lane);
+      if (!STAGED && (next >= 0 || more)) w.raw.load(a, next >= 0 ? head : next_head, 64 * (next >= 0 ? next : top) + 16 * p.warp, p.lane);
       w.x = {{NOTHING, NOTHING}, {0.f, 0.f}};
 #pragma unroll 1
       for (int j = i; j >= 0; --j) {
-        w.square(i, j, top, done & 1);
-        // A key block is free after its own query block; its next copy starts one query block later, when all warps are.
-        const bool in_next = i < BLOCKS - 1;
-        if (j == i && p.lane == 0 && p.warp == i % 4 && (in_next ? more : done > 0)) {
-          barrier_wait(p.keys_empty(), (blocks - 1) & 1);
-          load_keys(a, p, in_next ? next_head : head, in_next ? i + 1 : 0);
-        }
+        w.square(i, j, top, done & 1, more);
+        if (p.lane == 0 && p.warp == i % 4) copy_after(a, p, head, next_head, i, j, done, blocks);
         sync_warp();
       }
       w.finish(head, i);
@@ -264,19 +295,19 @@ RL_D void run(const Arguments& a, const Place& p) {
 // Grid: at most one block an SM, 128 * WARPGROUPS threads. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D, of the table's (R, D) with boxes of 64 × D.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
-    attention_forward(const __grid_constant__ rl::TensorMap k, const __grid_constant__ rl::TensorMap v,
+    attention_forward(const __grid_constant__ rl::TensorMap queries, const __grid_constant__ rl::TensorMap k, const __grid_constant__ rl::TensorMap v,
                       const __grid_constant__ rl::TensorMap table, const rl::u16* q, rl::u16* o, float* lse,
                       const rl::i64* seed_step, rl::i64 q_batch, int T, int table_rows, int heads, int heads_per_group,
                       int heads_in_all, int q_row, int q_head, int o_pitch, float scale, float kept, rl::u32 site,
                       rl::u32 stream, rl::u32 threshold) {
   using namespace rl;
-  const Arguments a{&k, &v, q, o, lse, seed_step, q_batch, T, heads, heads_per_group, heads_in_all, q_row, q_head, o_pitch,
+  const Arguments a{&queries, &k, &v, q, o, lse, seed_step, q_batch, T, heads, heads_per_group, heads_in_all, q_row, q_head, o_pitch,
                     scale, kept, site, stream, threshold};
   const Place p{dynamic_smem(), warp_uniform(threadIdx.x >> 7), warp_uniform(threadIdx.x >> 5 & 3),
                 static_cast<int>(threadIdx.x & 31)};
   if (threadIdx.x == 0) {
     for (int b = 0; b < BARRIERS; ++b)
-      barrier_init(p.smem + BARRIERS_AT + 8 * b, b % (BLOCKS + 1) == BLOCKS && b < BARRIERS - 1 ? 4 : 1);
+      barrier_init(p.smem + BARRIERS_AT + 8 * b, b < BARRIERS - 1 && is_arrival(b % GROUP_BARRIERS) ? 4 : 1);
     barrier_init_fence();
     fence_async();
   }

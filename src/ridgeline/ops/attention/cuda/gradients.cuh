@@ -5,6 +5,57 @@
 namespace rl {
 
 // ---- keys
+// Rows of a visit: the log-sum-exp comes from memory, delta = rowsum(dO ∘ O) is computed here, a visit ahead of `scores`.
+// Where the last query block has a second visit, its rows still lie in the stage whose turn it is.
+struct Visits {
+  float next_lse[2];
+  u32 copies = 0, count = 0;
+  RL_D void start(const Arguments& a, const Place& p, int unit, int i) {
+    const Head head(a, unit);
+    if (p.lane == 0) {
+      const u32 barrier = p.barrier(O_FULL + p.warp);
+      barrier_expect(barrier, TILE / 4);
+      copy_4d(p.smem + O_AT + p.warp * (TILE / 4), a.o, 0, head.index, 64 * i + 16 * p.warp, head.batch, barrier);
+    }
+    const int row = 64 * i + 16 * p.warp + (p.lane >> 2);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) next_lse[h] = row + 8 * h < a.T ? a.lse[static_cast<i64>(unit) * a.T + row + 8 * h] : 0.f;
+  }
+  // Leaves the rows of the visit that begins with square n of `unit`, whose turn among the heads has this parity.
+  RL_D void prepare(const Arguments& a, const Place& p, int unit, int n, u32 parity) {
+    if (square_at(n).i == square_at(n).j) compute(a, p, unit, n, parity);
+    arrive_for_warp(p.barrier(ROWS_FULL + 4 * (count & 1) + p.warp), p.lane);
+    ++count;
+  }
+  // Also starts the copy of the next query block's rows of O.
+  RL_D void compute(const Arguments& a, const Place& p, int unit, int n, u32 parity) {
+    barrier_wait(p.barrier(QUERIES_FULL + square_at(n).i), parity);
+    barrier_wait(p.barrier(O_FULL + p.warp), copies++ & 1);
+    const int place = p.lane & 3;
+    const u32 d_o = p.queries(square_at(n).i) + TILE;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 16 * p.warp + (p.lane >> 2) + 8 * h;
+      float sum = 0.f;
+#pragma unroll
+      for (int part = 0; part < D / 32; ++part) {
+        const u32 at = tile_offset(row, D == 64 ? place + 4 * ((row ^ part) & 1) : place);
+        sum += dot_8(load_shared_16(p.smem + O_AT + at), load_shared_16(d_o + at));
+      }
+      sum += shuffle_xor(sum, 1);
+      sum += shuffle_xor(sum, 2);
+      if (place == 0) store_shared_8(p.smem + rows_at(count) + 8 * row, as_bits(next_lse[h] * LOG2_E), as_bits(sum * a.kept_inverse));
+    }
+    sync_warp();
+    const int visit = static_cast<int>(SETS.next_diagonal >> (4 * n)) & 15, next = visit & 8 ? a.next_unit(unit) : unit;
+    if (next < a.heads_in_all) start(a, p, next, visit & 3);
+  }
+  static RL_D float dot_8(uint4 a, uint4 b) {
+    return pair_low(a.x) * pair_low(b.x) + pair_high(a.x) * pair_high(b.x) + pair_low(a.y) * pair_low(b.y) +
+           pair_high(a.y) * pair_high(b.y) + pair_low(a.z) * pair_low(b.z) + pair_high(a.z) * pair_high(b.z) +
+           pair_low(a.w) * pair_low(b.w) + pair_high(a.w) * pair_high(b.w);
+  }
+};
 // The bias gradient of the joint projection: columns of dQ, then dK, then dV.
 RL_D float* column_sums(const Arguments& a, const Place& p, int column) {
   const int groups = a.heads / a.heads_per_group;
@@ -39,15 +90,26 @@ RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, f
 RL_D void run_keys(const Arguments& a, const Place& p) {
   float dk[OPEN_KEYS][D / 2], dv[OPEN_KEYS][D / 2];
   u32 done = 0;
+  int unit = a.first_unit();
+  if (unit >= a.heads_in_all) return;
+  Visits visits;
+  visits.start(a, p, unit, square_at(0).i);
+  visits.prepare(a, p, unit, 0, 0);
 #pragma unroll 1
-  for (int unit = a.first_unit(); unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
+  for (; unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
 #pragma unroll
     for (int n = 0; n < SQUARES; ++n) {
       const Square q = square_at(n);
       const bool fresh = opens_keys(n) && a.opens_group(unit);
       const int slot = q.j % OPEN_KEYS;
       const Stage stage(done * SQUARES + n);
-      if (opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
+      const auto prepare_next = [&] {
+        const bool same_head = next_visit(n) < 16;
+        const int for_unit = same_head ? unit : a.next_unit(unit);
+        if (for_unit < a.heads_in_all) visits.prepare(a, p, for_unit, next_visit(n) & 15, (same_head ? done : ~done) & 1);
+      };
+      // The next visit's tiles do not wait for this one's, except where there is but one block.
+      if (q.first && BLOCKS > 1) prepare_next();
       barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands(), queries = operands + queries_operand(q.i);
       const u32 squares = operands + stage.index * units(SQUARE);
@@ -60,6 +122,7 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
       wgmma_touch(dk[slot]);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (q.i == q.j && a.closes_group(unit)) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
+      if (BLOCKS == 1) prepare_next();
     }
   }
 }
@@ -120,17 +183,43 @@ RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 sq
   if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
   if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
 }
+// Draws keep decisions for `scores`, square after square.
+struct Keeper {
+  DropoutKeys site{}, keys{};
+  int unit, n = 0;
+  u32 count = 0;
+  RL_D explicit Keeper(const Arguments& a) : unit(a.first_unit()) {
+    if (!DROPOUT) return;
+    site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
+    keys = dropout_stream(site, a.stream + unit);
+  }
+  RL_D void draw(const Arguments& a, const Place& p) {
+    if (!DROPOUT) return;
+    const Square q = square_at(n);
+    const u32 all = keep_square(dropout_base(q.i, q.j, p.warp, p.lane, ceil_div(a.T, 16)), keys, dropout_bias(a.threshold));
+    store_shared_4(p.smem + keep_at(count, p), all);
+    arrive_for_warp(p.barrier(KEEP_FULL + 4 * (count & 1) + p.warp), p.lane);
+    ++count;
+    if (++n < SQUARES) return;
+    n = 0, unit = a.next_unit(unit);
+    keys = dropout_stream(site, a.stream + unit);
+  }
+};
 RL_D void run_queries(const Arguments& a, const Place& p) {
+  Keeper keeper(a);
+  keeper.draw(a, p);
+  keeper.draw(a, p);
   float dq[D / 2];
   float4* carry = reinterpret_cast<float4*>(a.carry) + blockIdx.x * (16 * D) + 32 * p.warp + p.lane;
   u32 squares = 0, windows = 0, done = 0;
+  int unit_before = 0;
   if (RELATIVE) {
 #pragma unroll 1
     for (int x = 0; x < BLOCKS * (D / 8); ++x) store_shared_16(p.smem + DE_AT + 2048 * x + 16 * (32 * p.warp + p.lane), 0, 0, 0, 0);
     barrier_wait(p.barrier(TABLE_FULL), 0);
   }
 #pragma unroll 1
-  for (int unit = a.first_unit(); unit < a.heads_in_all; unit = a.next_unit(unit), ++done) {
+  for (int unit = a.first_unit(); unit < a.heads_in_all; unit_before = unit, unit = a.next_unit(unit), ++done) {
 #pragma unroll 1
     for (int n = 0; n < SQUARES; ++n, ++squares) {
       const Square q = square_at(n);
@@ -142,12 +231,16 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       wgmma_fence();
       multiply_square(dq, operands + units(DS_AT) + stage.index * units(SQUARE), operands + keys_operand(q.j), q.first);
       wgmma_commit();
+      keeper.draw(a, p);  // for the square after the next one: `scores` has read this one's
+      // A square late, when nobody is still busy with it; where blocks are many there is time until the tiles are needed.
+      if (BLOCKS > 2 && squares > 0 && p.warp == 0 && p.lane == 0)
+        copy_after(a, p, n > 0 ? unit : unit_before, n > 0 ? n - 1 : SQUARES - 1, squares - 1, windows);
       wgmma_wait<0>();
       wgmma_touch(dq);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
       if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
-      if (p.warp == 0 && p.lane == 0) copy_after(a, p, unit, n, squares, windows);
+      if (BLOCKS <= 2 && p.warp == 0 && p.lane == 0) copy_after(a, p, unit, n, squares, windows);
       sync_warp();
       if (q.last && q.j > 0) {
 #pragma unroll

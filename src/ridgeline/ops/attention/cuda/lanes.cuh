@@ -21,7 +21,7 @@ RL_D u32 permute(u32 a, u32 b) {
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "n"(SELECT));
   return result;
 }
-RL_D float keep_float(float value, u32 mask) { return __uint_as_float(__float_as_uint(value) & mask); }
+RL_D u32 permute(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
 RL_D float log2_fast(float x) {
   float y;
   asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -37,6 +37,12 @@ RL_D uint4 load_shared_16(u32 address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
+RL_D u32 load_shared_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+RL_D void store_shared_4(u32 address, u32 a) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory"); }
 RL_D uint2 load_shared_8(u32 address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");

@@ -10,9 +10,6 @@ namespace rl {
 constexpr int OPEN_KEYS = D == 64 ? 2 : 4;
 constexpr bool SPLIT = BLOCKS == 4 && OPEN_KEYS == 2;
 constexpr int SQUARES = BLOCKS * (BLOCKS + 1) / 2;
-// Whether `scores` starts the next square before this one's P and dS are stored. With the relative term it must not: the
-// next square waits for `relative`, which waits for this one's dS. With one block the next copies wait for all of this.
-constexpr bool AHEAD = BLOCKS > 1 && !RELATIVE;
 // Whether `relative` carries gradients back one square behind.
 constexpr bool BEHIND = BLOCKS > 1;
 
@@ -63,6 +60,12 @@ RL_HD constexpr Sets make_sets() {
   return sets;
 }
 constexpr Sets SETS = make_sets();
+// The square with which the visit after square n's begins, plus 16 where that is the next head's.
+RL_HD constexpr int next_visit(int n) {
+  for (int m = n + 1; m < SQUARES; ++m)
+    if (square_at(m).first) return m;
+  return 16;
+}
 RL_HD constexpr bool opens_keys(int n) { return SETS.opens_keys >> n & 1; }
 RL_HD constexpr bool opens_queries(int n) { return SETS.opens_queries >> n & 1; }
 RL_HD constexpr bool closes_queries(int n) { return SETS.closes_queries >> n & 1; }
@@ -102,13 +105,16 @@ constexpr int PAIRS_AT = WINDOWS_AT + (RELATIVE ? BLOCKS * TILE : 0), O_AT = PAI
 constexpr int P_AT = O_AT + TILE, DS_AT = P_AT + STAGES * SQUARE, G_AT = DS_AT + STAGES * SQUARE;  // G: gradient of a window of Q·Eᵀ
 constexpr int R_AT = G_AT + (RELATIVE ? 2 * SQUARE : 0);                         // the relative scores of a square
 constexpr int DE_AT = R_AT + (RELATIVE ? SQUARE : 0), WINDOW_SUM = 64 * D * 4;   // dE in fp32, a window after the other
-constexpr int ROWS_AT = DE_AT + (RELATIVE ? BLOCKS * WINDOW_SUM : 0);            // log-sum-exp and delta of 64 rows
-constexpr int BARRIERS_AT = ROWS_AT + (RELATIVE ? 64 * 8 : 0);
+constexpr int ROWS_AT = DE_AT + (RELATIVE ? BLOCKS * WINDOW_SUM : 0);            // log-sum-exp and delta of 64 rows, two stages
+constexpr int KEEP_AT = ROWS_AT + 2 * 64 * 8;                                     // a word a thread of a square, two stages
+constexpr int BARRIERS_AT = KEEP_AT + (DROPOUT ? 2 * 128 * 4 : 0);
 enum Barrier {
   QUERIES_FULL = 0,                   // a block's pair
   KEYS_FULL = QUERIES_FULL + BLOCKS,
   O_FULL = KEYS_FULL + BLOCKS,        // a warp's 16 rows of O
-  R_FULL = O_FULL + 4,                // a warp's 16 rows of R, and lse and delta where a visit begins
+  ROWS_FULL = O_FULL + 4,             // log-sum-exp and delta of a warp's 16 rows; of two stages
+  KEEP_FULL = ROWS_FULL + 8,          // keep decisions for a warp's 16 rows; of two stages
+  R_FULL = KEEP_FULL + 8,             // a warp's 16 rows of R
   R_EMPTY = R_FULL + 4,
   TABLE_FULL = R_EMPTY + 4,
   STAGE_FULL,                         // P and dS
@@ -162,6 +168,13 @@ RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addre
 RL_HD constexpr u32 queries_operand(int i) { return units(PAIRS_AT) + query_slot(i) * units(PAIR); }
 RL_HD constexpr u32 keys_operand(int j) { return units(PAIRS_AT) + key_slot(j) * units(PAIR); }
 constexpr u32 SECOND = units(TILE);  // dO after Q, V after K
+
+struct Rows {  // what belongs to the two rows of a thread
+  float lse[2], delta[2];
+};
+RL_HD constexpr u32 rows_at(u32 visit) { return ROWS_AT + (visit & 1) * 512; }
+
+RL_D u32 keep_at(u32 square, const Place& p) { return KEEP_AT + (square & 1) * 512 + 4 * (32 * p.warp + p.lane); }
 
 // One lane of a warp speaks for it, once all lanes are done.
 RL_D void arrive_for_warp(u32 barrier, int lane) {
