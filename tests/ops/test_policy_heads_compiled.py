@@ -17,7 +17,7 @@ def report() -> list[dict[str, object]]:
     from ridgeline.ops._triton.compiled import compile_kernel, transposed_results
     from ridgeline.ops.policy_heads import launch
     from ridgeline.ops.policy_heads import triton as kernels
-    from ridgeline.ops.policy_heads.layout import layout
+    from ridgeline.ops.policy_heads.layout import CHUNK, layout
 
     plan, rows = layout(512, ((256, 9), (260, 37), (279, 6))), []
     names = {"*bf16": "x p a side dl b down down_bias", "*fp32": "state rows partials s c", "*i64": "targets"}
@@ -25,11 +25,11 @@ def report() -> list[dict[str, object]]:
     for place in plan.heads:
         config = launch.head_config(place)
         constants = {
-            "C": plan.width, "E": place.earlier, "V": place.classes, "W": plan.inner,
+            "C": plan.width, "E": place.earlier, "V": place.classes, "H": place.padded, "W": plan.inner,
             "SIDE": plan.side, "DL": plan.gradient, "SUMS": plan.sums, "CLASS_AT": place.class_at,
             "STATISTICS_AT": place.statistics_at, "LOSS_AT": plan.classes + 2 * place.index, "HEARD": place.index < 2,
-            "GRADIENT": True, "PRECISE": False, "ROWS": config.rows, **launch.pieces(place),
-            "BLOCK_C": config.columns, "BLOCK_E": place.block_e, "BLOCK_V": place.block_v,
+            "GRADIENT": True, "PRECISE": False, "ROWS": config.rows, "CHUNK": CHUNK, "BLOCK_C": config.columns,
+            "BLOCK_E": place.block_e, "BLOCK_V": place.block_v, "STAGES": config.stages,
         }  # fmt: skip
         scalars = {"N": "i32", "target_stride": "i32", "eps": "fp32"}
         result = compile_kernel(

@@ -47,8 +47,8 @@ def policy_losses(
     state_NC = model.decoder(x_NC.view(*batch["targets"].shape[:2], -1), dropout).flatten(0, 1)
     heads = [HeadWeights(*model.heads[head.name].parameters()) for head in config.heads]  # in the order of the fields
     targets_NK = batch["targets"].flatten(0, 1)
-    shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
-    if config.conditioning == "logits" and unsupported(config.decoder.width, shapes) is None:
+    classes = [head.classes for head in config.heads]
+    if config.conditioning == "logits" and unsupported(config.decoder.width, classes) is None:
         losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl="triton")
     else:
         losses_K = sequential.heads_losses(

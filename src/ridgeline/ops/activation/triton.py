@@ -63,18 +63,6 @@ def gelu_derivative(u, TANH: tl.constexpr, PRECISE: tl.constexpr):
     return tl.where(u >= 0, 1.0 - tail, tail) + u * bell * _DENSITY
 
 
-@triton.jit
-def gelu_with_derivative(u, PRECISE: tl.constexpr):
-    """Exact GELU of fp32 values and its derivative, which share most of their arithmetic."""
-    bell = tl.exp2(u * u * -_HALF_LOG2_E)
-    if PRECISE:
-        gate = 0.5 * (1.0 + tl.erf(u * _SQRT_HALF))
-    else:
-        tail = normal_tail(tl.abs(u), bell)
-        gate = tl.where(u >= 0, 1.0 - tail, tail)
-    return u * gate, gate + u * bell * _DENSITY
-
-
 @triton.jit(do_not_specialize=["N"])
 def bias_gelu_forward_kernel(
     x_ptr, bias_ptr, out_ptr, N,

@@ -23,7 +23,6 @@ from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
 
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 CHUNK = 64  # sorted indices of a chunk
-MANY_ITEMS = 65536  # from here on, more programs are worth more partial sums
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset", "N"])
@@ -180,8 +179,7 @@ def gather_raw(
 
 def small_config(items: int, V: int, C: int) -> Launch:
     """The launch of the one-hot gradient."""
-    columns = max(16, min(64, power_of_two(C)))
-    return Launch(rows=64, warps=4, columns=columns, per_processor=8 if items >= MANY_ITEMS else 2)
+    return Launch(rows=64, warps=4, columns=max(16, min(64, power_of_two(C))), per_processor=2)
 
 
 def small_partials(items: int, V: int, C: int, tensor: Tensor, config: Launch | None = None) -> int:

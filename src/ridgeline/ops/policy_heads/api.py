@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
-from ridgeline.ops.policy_heads.layout import MOST_INNER
 from ridgeline.ops.policy_heads.reference import HeadWeights, policy_heads_reference
 
 IMPLEMENTATIONS = ("reference", "triton")
@@ -48,7 +47,7 @@ def policy_heads(
     _check(x_NC, heads, targets_NK)
     if impl == "reference":
         return policy_heads_reference(x_NC, heads, targets_NK, eps=eps)
-    reason = unsupported(x_NC.shape[1], [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads])
+    reason = unsupported(x_NC.shape[1], [head.down_VH.shape[0] for head in heads])
     if reason is not None:
         raise UnsupportedError(reason)
     check_storage(**{f"heads[{i}].{name}": w for i, head in enumerate(heads) for name, w in head._asdict().items()})
@@ -57,16 +56,12 @@ def policy_heads(
     return PolicyHeads.apply(x_NC, targets_NK.contiguous(), eps, *(weight for head in heads for weight in head))
 
 
-def unsupported(width: int, shapes: Sequence[tuple[int, int]]) -> str | None:
-    """Why "triton" cannot serve heads of these (inner columns, classes) on a state of this width, or None."""
-    classes = [classes for _, classes in shapes]
-    inner = max(inner for inner, _ in shapes)
+def unsupported(width: int, classes: Sequence[int]) -> str | None:
+    """Why "triton" cannot serve heads of these classes on a state of this width, or None."""
     if width % 8:
         return f"impl='triton' takes a state whose width is a multiple of 8, got {width}"
     if width + sum(classes[:-1]) > MAX_WIDTH:
         return f"impl='triton' takes at most {MAX_WIDTH} inputs of a head, got {width + sum(classes[:-1])}"
-    if inner > MOST_INNER:
-        return f"impl='triton' takes at most {MOST_INNER} inner columns of a head, got {inner}"
     if max(*classes, sum(classes[:-1])) > MAX_CLASSES:
         return f"impl='triton' takes at most {MAX_CLASSES} classes of a head and of all but the last, got {classes}"
     return None

@@ -14,11 +14,10 @@ from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two
 from ridgeline.ops.linear import unavailable
 from ridgeline.ops.linear.products import forward_raw, weight_gradient_raw
 from ridgeline.ops.policy_heads import triton as kernels
-from ridgeline.ops.policy_heads.layout import HeadPlace, Layout, layout
+from ridgeline.ops.policy_heads.layout import CHUNK, HeadPlace, Layout, layout
 from ridgeline.ops.policy_heads.reference import HeadWeights
 
 PACK_ROWS = 4
-REGISTERS = 128  # of a thread of a head's kernel: two programs a multiprocessor, for a few spilled addresses
 
 
 class Packed(NamedTuple):
@@ -63,14 +62,9 @@ def layout_of(heads: Sequence[HeadWeights]) -> Layout:
     return layout(heads[0].up_HS.shape[1], tuple((head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads))
 
 
-def pieces(place: HeadPlace) -> dict[str, int]:
-    """The head's inner columns as its kernel takes them."""
-    return {f"PIECE_{number}": size for number, size in enumerate(place.pieces, 1)}
-
-
 def head_config(place: HeadPlace) -> Launch:
     """The launch of a head's kernel."""
-    return Launch(rows=16, warps=8, columns=64)
+    return Launch(rows=64, warps=4, columns=128, stages=2)
 
 
 def pack(plan: Layout, heads: Sequence[HeadWeights]) -> Packed:
@@ -133,12 +127,11 @@ def forward(
             x_NC, p_NW[:, at], a_NW[:, at], side_NX, dl_NV, state_2N, rows_K2N[place.index], partials,
             targets_NK[:, place.index], packed.s_W[at], packed.c_W[at], packed.b_EW[:, at], packed.down_VW[:, at],
             head.down_bias_V, N, targets_NK.stride(0), eps,
-            C=plan.width, E=place.earlier, V=place.classes, W=plan.inner, SIDE=plan.side,
+            C=plan.width, E=place.earlier, V=place.classes, H=place.padded, W=plan.inner, SIDE=plan.side,
             DL=plan.gradient, SUMS=plan.sums, CLASS_AT=place.class_at, STATISTICS_AT=place.statistics_at,
             LOSS_AT=plan.classes + 2 * place.index, HEARD=place.index + 1 < K, GRADIENT=gradient,
-            PRECISE=x_NC.dtype == torch.float32, ROWS=launch.rows, **pieces(place),
-            BLOCK_C=launch.columns, BLOCK_E=place.block_e, BLOCK_V=place.block_v, num_warps=launch.warps,
-            maxnreg=REGISTERS,
+            PRECISE=x_NC.dtype == torch.float32, ROWS=launch.rows, CHUNK=CHUNK, BLOCK_C=launch.columns,
+            BLOCK_E=place.block_e, BLOCK_V=place.block_v, STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
     written = slice(0 if gradient else plan.classes, None)
     column_sums_raw(partials[:, written], sums[written], accumulate=False)

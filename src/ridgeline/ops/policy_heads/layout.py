@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from ridgeline.ops._triton.support import power_of_two
 
-LEAST_PIECE = 64  # inner columns; a head's are padded to at most three powers of two, each at least this
-MOST_INNER = 1024  # a kernel holds a row's inner columns in registers
+CHUNK = 64  # inner columns that a kernel takes at a time; a head's inner width is padded to a multiple of it
 ALIGN = 8  # elements: rows of 16-bit storage start on 16-byte boundaries
 
 
@@ -22,7 +21,7 @@ class HeadPlace:
 
     Attributes:
         index: its number.
-        inner: H, padded to the sum of its `pieces` (powers of two, or 0); `at`: its first column among W.
+        inner: H, and `padded`, H rounded up to a multiple of 64; `at`: its first column among W.
         classes: V; `class_at`: its first column among the logits of all heads.
         earlier: E, logits of earlier heads that it hears.
         block_v, block_e: V and E rounded up for a matrix unit.
@@ -31,7 +30,7 @@ class HeadPlace:
 
     index: int
     inner: int
-    pieces: tuple[int, int, int]
+    padded: int
     at: int
     classes: int
     class_at: int
@@ -39,22 +38,6 @@ class HeadPlace:
     block_v: int
     block_e: int
     statistics_at: int
-
-    @property
-    def padded(self) -> int:
-        """Inner columns with their padding."""
-        return sum(self.pieces)
-
-
-def inner_pieces(inner: int) -> tuple[int, int, int]:
-    """The smallest sum of two equal powers of two, and perhaps one not above them, that holds `inner` columns."""
-    if inner <= LEAST_PIECE:
-        return LEAST_PIECE, 0, 0
-    large = max(LEAST_PIECE, power_of_two(inner) // 2)
-    if inner <= large + large // 2 and large > LEAST_PIECE:
-        half = large // 2
-        return half, half, max(LEAST_PIECE, power_of_two(inner - large))
-    return large, large, 0
 
 
 @dataclass(frozen=True)
@@ -90,12 +73,12 @@ def layout(width: int, shapes: tuple[tuple[int, int], ...]) -> Layout:
     heads: list[HeadPlace] = []
     at = class_at = 0
     for index, (inner, classes) in enumerate(shapes):
-        pieces = inner_pieces(inner)
+        padded = _up(inner, CHUNK)
         heads.append(
             HeadPlace(
                 index=index,
                 inner=inner,
-                pieces=pieces,
+                padded=padded,
                 at=at,
                 classes=classes,
                 class_at=class_at,
@@ -105,7 +88,7 @@ def layout(width: int, shapes: tuple[tuple[int, int], ...]) -> Layout:
                 statistics_at=heard + 2 * index,
             )
         )
-        at, class_at = at + heads[-1].padded, class_at + classes
+        at, class_at = at + padded, class_at + classes
     return Layout(
         width=width,
         heads=tuple(heads),

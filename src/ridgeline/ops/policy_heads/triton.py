@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ridgeline.ops.activation.triton import gelu_with_derivative
+from ridgeline.ops.activation.triton import gelu, gelu_derivative
 from ridgeline.ops.cross_entropy.reference import IGNORE
 
 _IGNORE = tl.constexpr(IGNORE)
@@ -74,52 +74,33 @@ def state_statistics(x_ptr, row_R, inside_R, C: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def inner_piece(
-    p_ptr, a_ptr, s_ptr, c_ptr, b_ptr, down_ptr, row_R, inside_R, column_J, class_V, heard_RE, mean_R, rstd_R,
-    logits_RV,
-    E: tl.constexpr, W: tl.constexpr, BLOCK_E: tl.constexpr, GRADIENT: tl.constexpr, PRECISE: tl.constexpr,
+def inner_chunk(
+    p_ptr, s_ptr, c_ptr, b_ptr, place_RJ, inside_R, column_J, heard_RE, mean_R, rstd_R,
+    E: tl.constexpr, W: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """v and gelu'(v + c) of some inner columns, fp32, and the logits with what their activations add."""
-    place_RJ = row_R[:, None] * W + column_J[None, :]
+    """v and u = v + c of a chunk of inner columns, and its s; fp32."""
     v_RJ = tl.load(p_ptr + place_RJ, mask=inside_R[:, None], other=0.0).to(tl.float32)
     if E > 0:
         b_EJ = tl.load(b_ptr + tl.arange(0, BLOCK_E)[:, None] * W + column_J[None, :])
         v_RJ = tl.dot(heard_RE, b_EJ, v_RJ, input_precision="ieee")
-    v_RJ = (v_RJ - mean_R[:, None] * tl.load(s_ptr + column_J)[None, :]) * rstd_R[:, None]
-    wide_RJ, slope_RJ = gelu_with_derivative(v_RJ + tl.load(c_ptr + column_J)[None, :], PRECISE)
-    a_RJ = wide_RJ.to(p_ptr.dtype.element_ty)
-    if GRADIENT:
-        tl.store(a_ptr + place_RJ, a_RJ, mask=inside_R[:, None])
-    down_JV = tl.load(down_ptr + column_J[:, None] + class_V[None, :] * W)
-    return v_RJ, slope_RJ, tl.dot(a_RJ, down_JV, logits_RV, input_precision="ieee")
-
-
-@triton.jit
-def inner_gradient(
-    dl_RV, v_RJ, slope_RJ, p_ptr, s_ptr, down_ptr, row_R, inside_R, column_J, class_V, rstd_R, W: tl.constexpr
-):  # fmt: skip
-    """Leaves q of some inner columns; their parts of c1 and c2."""
-    down_VJ = tl.load(down_ptr + class_V[:, None] * W + column_J[None, :])
-    du_RJ = tl.dot(dl_RV, down_VJ, input_precision="ieee") * slope_RJ
-    q_RJ = (du_RJ * rstd_R[:, None]).to(p_ptr.dtype.element_ty)
-    tl.store(p_ptr + row_R[:, None] * W + column_J[None, :], q_RJ, mask=inside_R[:, None])
-    return tl.sum(du_RJ * tl.load(s_ptr + column_J)[None, :], axis=1), tl.sum(du_RJ * v_RJ, axis=1)
+    s_J = tl.load(s_ptr + column_J)
+    v_RJ = (v_RJ - mean_R[:, None] * s_J[None, :]) * rstd_R[:, None]
+    return v_RJ, v_RJ + tl.load(c_ptr + column_J)[None, :], s_J
 
 
 @triton.jit(do_not_specialize=["N", "target_stride"])
 def head_kernel(
     x_ptr, p_ptr, a_ptr, side_ptr, dl_ptr, state_ptr, rows_ptr, partials_ptr, targets_ptr,
     s_ptr, c_ptr, b_ptr, down_ptr, down_bias_ptr, N, target_stride, eps,
-    C: tl.constexpr, E: tl.constexpr, V: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr,
+    C: tl.constexpr, E: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr,
     DL: tl.constexpr, SUMS: tl.constexpr, CLASS_AT: tl.constexpr, STATISTICS_AT: tl.constexpr, LOSS_AT: tl.constexpr,
     HEARD: tl.constexpr, GRADIENT: tl.constexpr, PRECISE: tl.constexpr,
-    ROWS: tl.constexpr, PIECE_1: tl.constexpr, PIECE_2: tl.constexpr, PIECE_3: tl.constexpr,
-    BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One head on a tile of rows: logits, loss, and with GRADIENT everything its backward pass needs.
 
-    p is this head's part of A x and becomes q. The first head leaves mean and squares of x in `state`. The inner
-    columns, in pieces that are powers of two (the second and third may be 0), stay in registers all the way.
+    p is this head's part of A x and becomes q. The first head leaves mean and squares of x in `state`.
     """
     tile = tl.program_id(0)
     first_row = tl.cast(tile, tl.int64) * ROWS
@@ -156,23 +137,18 @@ def head_kernel(
 
     logits_RV = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     class_V = tl.arange(0, BLOCK_V)
-    column_1 = tl.arange(0, PIECE_1)
-    v_1, slope_1, logits_RV = inner_piece(
-        p_ptr, a_ptr, s_ptr, c_ptr, b_ptr, down_ptr, row_R, inside_R, column_1, class_V, heard_RE, mean_R, rstd_R,
-        logits_RV, E, W, BLOCK_E, GRADIENT, PRECISE,
-    )  # fmt: skip
-    if PIECE_2 > 0:
-        column_2 = PIECE_1 + tl.arange(0, PIECE_2)
-        v_2, slope_2, logits_RV = inner_piece(
-            p_ptr, a_ptr, s_ptr, c_ptr, b_ptr, down_ptr, row_R, inside_R, column_2, class_V, heard_RE, mean_R, rstd_R,
-            logits_RV, E, W, BLOCK_E, GRADIENT, PRECISE,
-        )  # fmt: skip
-    if PIECE_3 > 0:
-        column_3 = PIECE_1 + PIECE_2 + tl.arange(0, PIECE_3)
-        v_3, slope_3, logits_RV = inner_piece(
-            p_ptr, a_ptr, s_ptr, c_ptr, b_ptr, down_ptr, row_R, inside_R, column_3, class_V, heard_RE, mean_R, rstd_R,
-            logits_RV, E, W, BLOCK_E, GRADIENT, PRECISE,
-        )  # fmt: skip
+    lane_J = tl.arange(0, CHUNK)
+    for first in tl.range(0, H, CHUNK, num_stages=STAGES):
+        column_J = first + lane_J
+        place_RJ = row_R[:, None] * W + column_J[None, :]
+        v_RJ, u_RJ, s_J = inner_chunk(
+            p_ptr, s_ptr, c_ptr, b_ptr, place_RJ, inside_R, column_J, heard_RE, mean_R, rstd_R, E, W, BLOCK_E
+        )
+        a_RJ = gelu(u_RJ, False, PRECISE).to(dtype)
+        if GRADIENT:
+            tl.store(a_ptr + place_RJ, a_RJ, mask=inside_R[:, None])
+        down_JV = tl.load(down_ptr + column_J[:, None] + class_V[None, :] * W)
+        logits_RV = tl.dot(a_RJ, down_JV, logits_RV, input_precision="ieee")
 
     known_V = class_V < V
     logits_RV += tl.load(down_bias_ptr + class_V, mask=known_V, other=0.0).to(tl.float32)[None, :]
@@ -203,21 +179,19 @@ def head_kernel(
     tl.store(dl_ptr + place_RV, stored_RV, mask=inside_R[:, None] & known_V[None, :])
     tl.store(side_ptr + row_R * SIDE + STATISTICS_AT, mean_R.to(dtype), mask=inside_R)
     tl.store(side_ptr + row_R * SIDE + STATISTICS_AT + 1, deviation_R.to(dtype), mask=inside_R)
-    c1_R, c2_R = inner_gradient(
-        stored_RV, v_1, slope_1, p_ptr, s_ptr, down_ptr, row_R, inside_R, column_1, class_V, rstd_R, W
-    )
-    if PIECE_2 > 0:
-        more_1_R, more_2_R = inner_gradient(
-            stored_RV, v_2, slope_2, p_ptr, s_ptr, down_ptr, row_R, inside_R, column_2, class_V, rstd_R, W
+    c1_R = tl.zeros((ROWS,), dtype=tl.float32)
+    c2_R = tl.zeros((ROWS,), dtype=tl.float32)
+    for first in tl.range(0, H, CHUNK, num_stages=STAGES):
+        column_J = first + lane_J
+        place_RJ = row_R[:, None] * W + column_J[None, :]
+        v_RJ, u_RJ, s_J = inner_chunk(
+            p_ptr, s_ptr, c_ptr, b_ptr, place_RJ, inside_R, column_J, heard_RE, mean_R, rstd_R, E, W, BLOCK_E
         )
-        c1_R += more_1_R
-        c2_R += more_2_R
-    if PIECE_3 > 0:
-        more_1_R, more_2_R = inner_gradient(
-            stored_RV, v_3, slope_3, p_ptr, s_ptr, down_ptr, row_R, inside_R, column_3, class_V, rstd_R, W
-        )
-        c1_R += more_1_R
-        c2_R += more_2_R
+        down_VJ = tl.load(down_ptr + class_V[:, None] * W + column_J[None, :])
+        du_RJ = tl.dot(stored_RV, down_VJ, input_precision="ieee") * gelu_derivative(u_RJ, False, PRECISE)
+        tl.store(p_ptr + place_RJ, (du_RJ * rstd_R[:, None]).to(dtype), mask=inside_R[:, None])
+        c1_R += tl.sum(du_RJ * s_J[None, :], axis=1)
+        c2_R += tl.sum(du_RJ * v_RJ, axis=1)
     slope_R = -rstd_R * rstd_R * c2_R / S
     tl.store(rows_ptr + row_R, -rstd_R * c1_R / S - mean_R * slope_R, mask=inside_R)
     tl.store(rows_ptr + N + row_R, slope_R, mask=inside_R)
