@@ -70,8 +70,8 @@ def problem(M, N, K, epilogue):
             if folder != module.SOURCE.parent:
                 module.SOURCE = folder / module.SOURCE.name
                 module._kernel.cache_clear()
-        if config is None:
-            return stationary.stationary(x, w, out, **extra)
+        if isinstance(config, int):
+            return stationary.stationary(x, w, out, **extra, cluster=config)
         return gemm.gemm(x, w, out, config, **extra)
 
     def reference(rows, dtype):
@@ -98,11 +98,11 @@ def problem(M, N, K, epilogue):
 
 
 def configurations(K, epilogue, label):
-    """The kernels worth timing at this inner size: a configuration of `gemm`, or None for `stationary`."""
+    """The kernels worth timing at this inner size: a configuration of `gemm`, or blocks of `stationary` that share rows."""
     from ridgeline.ops.linear.gemm import Config
 
-    found = {"weights": None} if K <= 512 and epilogue != "residual" else {}
-    if label == "tree":
+    found = {"weights": 1, "weights, pairs": 2} if K <= 512 else {}
+    if label == "tree" and epilogue not in ("plain", "dgrad"):
         found |= {f"m{m}": Config(tile_m=m, resident=K <= 512) for m in (64, 128)}
     return found
 
@@ -182,7 +182,7 @@ def run_case(name):
         found[key] |= {"us": round(us[len(us) // 2], 1), "best": round(us[0], 1), "worst": round(us[-1], 1)}
     print(name, M, N, K)
     for key, row in found.items():
-        print(f"    {key:16}", row, flush=True)
+        print(f"    {key:20}", row, flush=True)
     Path(f"{OUT}/gemm_{name}.json").write_text(json.dumps(found))
 
 

@@ -64,10 +64,11 @@ def test_gelu_in_half_precision_keeps_nan(compile_host: Callable[..., ctypes.CDL
         stationary.defines(512, bias=True),
         stationary.defines(512, bias=True, gelu="exact", pre=True),
         stationary.defines(512, torch.float16, bias=True, gelu="exact", pre=True),
+        stationary.defines(512, bias=True, residual=True, dropout=True),
         stationary.defines(512, transposed_b=True, derivative=True),
         stationary.defines(256, transposed_b=True, derivative=True, gelu="tanh", cluster=2),
     ],
-    ids=["bias", "gelu", "gelu-fp16", "derivative", "small-derivative-pairs"],
+    ids=["bias", "gelu", "gelu-fp16", "residual", "derivative", "small-derivative-pairs"],
 )
 def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
     macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ CASES = [
     Case(450, 264, 136, "derivative", units=1, seed=5),
     Case(300, 400, 200, "gelu", units=2, seed=6, cluster=2),
     Case(450, 132, 136, "residual", units=2, seed=8, late=True),
+    Case(41, 136, 40, "bias", units=6, seed=9),
     Case(330, 264, 136, "derivative", transposed_b=True, units=1, seed=7, late=True, cluster=2),
 ]
 
