@@ -15,7 +15,9 @@ class Buffers:
 
     Without reuse a buffer comes from PyTorch's allocator, which keeps what is freed and rarely asks the driver. With
     reuse the first step allocates, and every later one finds the same buffers: one goes back to the shelf when the
-    last kernel that reads it has been launched, which on one stream is before any kernel that overwrites it.
+    last kernel that reads it has been launched, which on one stream is before any kernel that overwrites it. A captured
+    step goes on writing to the buffers that it was captured with, so none of them may ever be freed: what leaves the
+    pass, for autograd to keep and to drop, is `lasting` and comes from PyTorch's allocator, where a graph owns it.
 
     Args:
         zero_fill: fill each buffer with zeros before it is handed out.
@@ -30,10 +32,13 @@ class Buffers:
         self._shelves: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
         self.allocated = 0
 
-    def new(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A contiguous buffer on the device of `like`, in its dtype unless told otherwise."""
+    def new(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None, lasting: bool = False) -> Tensor:
+        """A contiguous buffer on the device of `like`, in its dtype unless told otherwise.
+
+        With `lasting` it leaves the pass, and must not be given back.
+        """
         dtype = like.dtype if dtype is None else dtype
-        shelf = self._shelves[torch.Size(shape), dtype] if self._reuse else []
+        shelf = self._shelves[torch.Size(shape), dtype] if self._reuse and not lasting else []
         if shelf:
             x = shelf.pop()
         else:

@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from ridgeline.models.decoder import Decoder
 from ridgeline.models.fused.attention import Shape
+from ridgeline.models.rungs.buffers import Buffers
 from ridgeline.models.rungs.ladder import find_rung
 from ridgeline.models.rungs.products import bias_gradient, input_gradient, project, weight_gradient
-from ridgeline.models.rungs.run import Run, run_of
+from ridgeline.models.rungs.run import Run
 
 NAME = "head"
 
@@ -56,5 +57,6 @@ class RungProducts(TorchFunctionMode):
         x, weight_MK, bias_M = args
         decoder, rung = self.decoder, find_rung(self.decoder.impl)
         x_NK = x.reshape(-1, x.shape[-1])
-        run = run_of(decoder, decoder.config, rung, Shape(len(x_NK), 1, 0.0, None), x.device)
+        buffers = Buffers(zero_fill=rung.zero_fill, reuse=False)  # every result is autograd's to keep
+        run = Run(decoder.config, rung, Shape(len(x_NK), 1, 0.0, None), buffers)
         return _Linear.apply(run, x_NK, weight_MK, bias_M).view(*x.shape[:-1], -1)

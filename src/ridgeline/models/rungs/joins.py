@@ -32,28 +32,28 @@ class Hidden(NamedTuple):
     a_NF: Tensor
 
 
-def dropped(run: Run, x_NC: Tensor, site: int) -> Tensor:
+def dropped(run: Run, x_NC: Tensor, site: int, *, leaves: bool = False) -> Tensor:
     """Dropout as a pass of its own, which is its own backward pass; x itself where nothing is dropped."""
     s = run.shape
     if not run.dropping:
         return x_NC
     assert s.dropout is not None
-    out_NC = run.buffers.new(x_NC, *x_NC.shape)
+    out_NC = run.buffers.new(x_NC, *x_NC.shape, lasting=leaves)
     with scope("dropout"):
         dropout_raw(x_NC, out_NC, s.T, s.p, s.dropout, site)
     return out_NC
 
 
-def _added(run: Run, x_NC: Tensor, y_NC: Tensor) -> Tensor:
-    out_NC = run.buffers.new(x_NC, *x_NC.shape)
+def _added(run: Run, x_NC: Tensor, y_NC: Tensor, *, leaves: bool = False) -> Tensor:
+    out_NC = run.buffers.new(x_NC, *x_NC.shape, lasting=leaves)
     with scope("residual"):
         return torch.add(x_NC, y_NC, out=out_NC)
 
 
-def _normed(run: Run, r_NC: Tensor, norm: Norm, **joined: object) -> Joined:
-    """The stream with its norm; with `joined`, r is a branch and the kernel writes the residual as well."""
+def _normed(run: Run, r_NC: Tensor, norm: Norm, *, leaves: bool = False, **joined: object) -> Joined:
+    """The stream with its norm, which may leave the pass; with `joined`, r is a branch, and the kernel joins it too."""
     c, new = run.config, run.buffers.new
-    h_NC = new(r_NC, *r_NC.shape)
+    h_NC = new(r_NC, *r_NC.shape, lasting=leaves)
     mean_N = new(r_NC, len(r_NC), dtype=torch.float32) if c.norm == "layernorm" else None
     rstd_N = new(r_NC, len(r_NC), dtype=torch.float32)
     if joined:
@@ -75,45 +75,53 @@ def begin(run: Run, x_NC: Tensor, join: Join) -> Joined:
     return _normed(run, r_NC, join.norm)
 
 
-def branch(run: Run, name: str, x_NK: Tensor, weight_CK: Tensor, before_NC: Tensor, join: Join) -> Joined:
-    """r = before + dropout(x Wᵀ + b), and its norm."""
+def branch(
+    run: Run, name: str, x_NK: Tensor, weight_CK: Tensor, before_NC: Tensor, join: Join, *, leaves: bool = False
+) -> Joined:
+    """r = before + dropout(x Wᵀ + b), and its norm, which leaves the pass where it is the last."""
     s, form, bias_C = run.shape, run.rung.pointwise, join.branch_bias_C
     if form == "epilogue":
         masks = Masks(s.p, s.dropout, join.site, s.T) if s.dropout is not None and run.dropping else None
         epilogue = Epilogue(bias_N=bias_C, residual_MN=before_NC, masks=masks)
-        return _normed(run, product(run, name, x_NK, weight_CK, epilogue), join.norm)
+        return _normed(run, product(run, name, x_NK, weight_CK, epilogue), join.norm, leaves=leaves)
     y_NC = product(run, name, x_NK, weight_CK)
     if form == "fused":
         joined = _normed(
-            run, y_NC, join.norm, residual_NC=before_NC, branch_bias_C=bias_C,
+            run, y_NC, join.norm, leaves=leaves, residual_NC=before_NC, branch_bias_C=bias_C,
             T=s.T, p=s.p, dropout=s.dropout if run.dropping else None, site=join.site,
         )  # fmt: skip
     else:
         y_NC = add_bias(run, name, y_NC, bias_C)
         kept_NC = dropped(run, y_NC, join.site)
-        joined = _normed(run, _added(run, before_NC, kept_NC), join.norm)
+        joined = _normed(run, _added(run, before_NC, kept_NC), join.norm, leaves=leaves)
         if kept_NC is not y_NC:
             run.buffers.done(kept_NC)
     run.buffers.done(y_NC)
     return joined
 
 
-def backward(run: Run, joined: Joined, join: Join, dh_NC: Tensor, dresidual_NC: Tensor | None) -> Slopes:
-    """The gradients behind a `branch`'s sum or a `begin`. Spends the stream and its statistics, not its norm."""
+def backward(
+    run: Run, joined: Joined, join: Join, dh_NC: Tensor, dresidual_NC: Tensor | None, *, leaves: bool = False
+) -> Slopes:
+    """The gradients behind a `branch`'s sum or a `begin`, whose dbranch leaves the pass.
+
+    Spends the stream and its statistics, not its norm.
+    """
     s, new, norm = run.shape, run.buffers.new, join.norm
     fused = run.rung.pointwise != "unfused"
     N, C = dh_NC.shape
     small = [w for w in (norm.weight_C, norm.bias_C, join.branch_bias_C if fused else None) if w is not None]
     partials = new(dh_NC, norms.partial_rows(N, C, dh_NC), len(small) * C, dtype=torch.float32)
-    dr_NC = new(dh_NC, N, C)
-    dbranch_NC = new(dh_NC, N, C) if fused and run.dropping else dr_NC
+    apart = fused and run.dropping  # two results, of which the second leaves
+    dr_NC = new(dh_NC, N, C, lasting=leaves and fused and not apart)
+    dbranch_NC = new(dh_NC, N, C, lasting=leaves) if apart else dr_NC
     with scope("norm"):
         norms.norm_backward_raw(
             dh_NC, joined.r_NC, norm.weight_C, joined.mean_N, joined.rstd_N, partials, kind=run.config.norm,
             bias=norm.bias_C is not None, branch_bias=fused and join.branch_bias_C is not None,
             dresidual_NC=dresidual_NC if fused else None, dr_NC=dr_NC,
-            dbranch_NC=None if dbranch_NC is dr_NC else dbranch_NC, T=s.T, p=s.p,
-            dropout=s.dropout if fused and run.dropping else None, site=join.site,
+            dbranch_NC=dbranch_NC if apart else None, T=s.T, p=s.p,
+            dropout=s.dropout if apart else None, site=join.site,
         )  # fmt: skip
     for place, weight in enumerate(small):
         bias_gradient(run, weight, partials[:, place * C : (place + 1) * C])
@@ -121,9 +129,9 @@ def backward(run: Run, joined: Joined, join: Join, dh_NC: Tensor, dresidual_NC: 
     if fused:
         return Slopes(dr_NC, dbranch_NC)
     if dresidual_NC is not None:
-        alone_NC, dr_NC = dr_NC, _added(run, dr_NC, dresidual_NC)
+        alone_NC, dr_NC = dr_NC, _added(run, dr_NC, dresidual_NC, leaves=leaves and not run.dropping)
         run.buffers.done(alone_NC)
-    dbranch_NC = dropped(run, dr_NC, join.site)
+    dbranch_NC = dropped(run, dr_NC, join.site, leaves=leaves)
     bias_gradient(run, join.branch_bias_C, dbranch_NC)
     return Slopes(dr_NC, dbranch_NC)
 

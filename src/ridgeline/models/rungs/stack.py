@@ -1,7 +1,7 @@
 """All blocks of a decoder on a rung, as one autograd function with an explicit forward and backward.
 
 A buffer is given back (`done`) as soon as the last kernel that reads it has been launched. What leaves the function,
-its output and the gradients for autograd, never is.
+its output and its input's gradient, is not one of those buffers.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Layer(NamedTuple):
     after: Join
 
 
-def block_forward(run: Run, layer: Layer, first: Joined) -> tuple[Saved, Joined]:
-    """From a block's input stream to the next one's."""
+def block_forward(run: Run, layer: Layer, first: Joined, *, leaves: bool) -> tuple[Saved, Joined]:
+    """From a block's input stream to the next one's, whose norm leaves the pass behind the last block."""
     weights, mlp = layer.weights, layer.weights.mlp
     attention = ATTENTION[run.rung.attention](run, layer.site)
     qkv_NQ = project(run, "qkv", first.h_NC, weights.qkv_QC, weights.qkv_bias_Q)
     mixed_NM = attention.forward(qkv_NQ, weights.relative_RD)
     middle = joins.branch(run, "out", mixed_NM, weights.out_CM, first.r_NC, layer.middle)
     hidden = joins.hidden(run, middle.h_NC, mlp)
-    last = joins.branch(run, "mlp_down", hidden.a_NF, mlp.down_CF, middle.r_NC, layer.after)
+    last = joins.branch(run, "mlp_down", hidden.a_NF, mlp.down_CF, middle.r_NC, layer.after, leaves=leaves)
     return Saved(attention, mixed_NM, middle, hidden), last
 
 
@@ -103,7 +103,7 @@ class _Stack(torch.autograd.Function):
     def forward(ctx: Any, run: Run, stack: Stack, x_NC: Tensor, *weights: Tensor) -> Tensor:
         streams, saved = [joins.begin(run, x_NC, stack.before)], []
         for layer in stack.layers:
-            kept, stream = block_forward(run, layer, streams[-1])
+            kept, stream = block_forward(run, layer, streams[-1], leaves=layer is stack.layers[-1])
             streams.append(stream)
             saved.append(kept)
         ctx.run, ctx.stack, ctx.streams, ctx.saved, ctx.weights = run, stack, streams, saved, weights
@@ -117,7 +117,7 @@ class _Stack(torch.autograd.Function):
         for place in range(len(stack.layers) - 1, -1, -1):
             join = stack.layers[place - 1].after if place > 0 else stack.before
             dh_NC, dr_NC = block_backward(run, stack.layers[place], streams[-1], saved.pop(), slopes)
-            slopes = joins.backward(run, streams.pop(), join, dh_NC, dr_NC)
+            slopes = joins.backward(run, streams.pop(), join, dh_NC, dr_NC, leaves=place == 0)
             run.buffers.done(dh_NC, dr_NC)
         if slopes.dbranch_NC is not slopes.dr_NC:
             run.buffers.done(slopes.dr_NC)
