@@ -98,7 +98,7 @@ def problem(M, N, K, epilogue):
 
 
 def configurations(K, epilogue, label):
-    """The kernels worth timing at this inner size: a configuration of `gemm`, or blocks of `stationary` that share rows."""
+    """The kernels worth timing: a configuration of `gemm`, or how many blocks of `stationary` share rows."""
     from ridgeline.ops.linear.gemm import Config
 
     found = {"weights": 1, "weights, pairs": 2} if K <= 512 else {}
