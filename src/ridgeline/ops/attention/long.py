@@ -47,7 +47,7 @@ def default_launches(D: int, relative: bool, dtype: torch.dtype) -> Launches:
     if relative:
         return Launches(_square(32, 4), _square(32, 4), _square(32, 4), table)
     if D > 64:
-        return Launches(_square(64, 8), _square(64, 8), Launch(rows=32, columns=64, warps=8, stages=2), table)
+        return Launches(_square(64, 8), _square(64, 8), _square(32, 4), table)
     # on an H200 at D 32 and 64, T 512 to 2048: four warps and three stages before 8 warps, 32 or 128 rows; dK and dV,
     # which have more in shared memory, two stages
     return Launches(_square(64, 4, 3), _square(64, 4, 3), _square(64, 4), table)
