@@ -65,16 +65,16 @@ def perturbed(config: ModelConfig) -> nn.Module:
     return model.to(DEVICE)
 
 
-def make_batch(task: str, seed: int = 3) -> dict[str, Tensor]:
+def make_batch(task: str, seed: int = 3, samples: int = B) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*highs: int) -> Tensor:
-        return torch.stack([torch.randint(high, (B, T), generator=generator) for high in highs], dim=-1)
+        return torch.stack([torch.randint(high, (samples, T), generator=generator) for high in highs], dim=-1)
 
     if task == "language":
         batch = {"tokens": draw(11)[..., 0], "targets": draw(11)[..., 0]}
     else:
-        numbers = torch.randn(B, T, 3, generator=generator).bfloat16().float()
+        numbers = torch.randn(samples, T, 3, generator=generator).bfloat16().float()
         batch = {
             "categories": draw(5, 30, 30), "numbers": numbers, "previous": draw(9, 13, 6), "targets": draw(9, 13, 6)
         }  # fmt: skip
@@ -94,10 +94,24 @@ def run(model: nn.Module, impl: str, dtype: torch.dtype, batch: dict[str, Tensor
     return {name: loss.detach() for name, loss in losses.items()} | dict(zip(named, gradients, strict=True))
 
 
+def within_pytorchs(
+    model: nn.Module, got: dict[str, Tensor], budget: dict[str, Tensor], exact: dict[str, Tensor]
+) -> None:
+    """Gradients within the error that PyTorch has in the same storage; losses, single numbers that a sum of roundings
+    may hit by luck, within a quarter of a unit of that storage.
+    """
+    weights = dict(model.named_parameters())
+    for name, value in exact.items():
+        if name in weights:
+            check(name, got[name], budget[name], value, gradient=True)
+        else:
+            assert abs(float(got[name] - value)) <= torch.finfo(torch.bfloat16).eps / 4 * abs(float(value)), name
+
+
 @functools.cache
-def case(task: str) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+def case(task: str, samples: int) -> tuple[nn.Module, dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Model, batch, the fp64 reference and PyTorch's bf16 result."""
-    model, batch = make(task), make_batch(task)
+    model, batch = make(task), make_batch(task, samples=samples)
     exact, budget = (run(model, "reference", dtype, batch) for dtype in (torch.float64, torch.bfloat16))
     return model, batch, exact, budget
 
@@ -109,7 +123,7 @@ def slow(task: str) -> Any:
 @pytest.mark.parametrize("task", ["policy", slow("language")])
 @pytest.mark.parametrize("impl", [*LADDER, *SINGLES])
 def test_fp32_losses_and_gradients_equal_the_reference_to_rounding(impl: str, task: str) -> None:
-    model, batch, exact, _ = case(task)
+    model, batch, exact, _ = case(task, B)
     for name, got in run(model, impl, torch.float32, batch).items():
         error = float((got.double() - exact[name]).norm() / exact[name].norm())
         assert error < 3e-6, f"{name}: {error:.2g}"
@@ -118,9 +132,8 @@ def test_fp32_losses_and_gradients_equal_the_reference_to_rounding(impl: str, ta
 @pytest.mark.parametrize("task", [slow("policy"), "language"])
 @pytest.mark.parametrize("impl", LADDER)
 def test_bf16_error_is_within_pytorchs(impl: str, task: str) -> None:
-    model, batch, exact, budget = case(task)
-    for name, got in run(model, impl, torch.bfloat16, batch).items():
-        check(name, got, budget[name], exact[name], gradient=name in dict(model.named_parameters()))
+    model, batch, exact, budget = case(task, 2 * B)
+    within_pytorchs(model, run(model, impl, torch.bfloat16, batch), budget, exact)
 
 
 @pytest.mark.parametrize("impl", ["m0", "m3", slow("r16"), slow("m3+pointwise")])
@@ -152,8 +165,7 @@ def test_real_shapes_are_within_pytorchs_error(impl: str, name: str) -> None:
         run(model, kind, dtype, batch)
         for kind, dtype in (("reference", torch.float64), ("reference", torch.bfloat16), (impl, torch.bfloat16))
     )  # fmt: skip
-    for key, value in exact.items():
-        check(key, got[key], budget[key], value, gradient=key in dict(model.named_parameters()))
+    within_pytorchs(model, got, budget, exact)
 
 
 @pytest.mark.gpu
