@@ -50,6 +50,23 @@ def test_the_ladder():
     assert docs.ladder([samples.smaller()]) == docs.MISSING
 
 
+def test_a_rung_that_failed_has_its_reason_and_the_next_is_compared_with_the_one_before_it():
+    record = samples.ladder()
+    broken = [
+        samples.ContenderResult(name="m3", error="RuntimeError: no") if c.name == "m3" else c for c in record.contenders
+    ]
+    table = rows(docs.ladder([replace(record, contenders=broken)]))
+    assert table[3][:2] == ["`m3`", "failed: RuntimeError: no"]
+    assert table[4][:5] == ["`r16`", "58", "2.26 M", "3.28×", "2.53×"]  # over m2; 1,125,109 / 445,372 in the article
+
+
+def test_a_ladder_is_of_one_group():
+    record = samples.ladder()
+    alone = replace(samples.result("best", 39.0, 512, 256, group=7), groups_ms_per_layer=None)
+    table = rows(docs.ladder([replace(record, contenders=[alone, *record.contenders])]))
+    assert table[5][1] == "36.9"  # beside the rungs, not in a group without them
+
+
 def test_a_gain_that_the_spread_swallows_is_not_written():
     record = samples.ladder()
     noisy = [replace(c, spread=2.0) if c.name == "r16" else c for c in record.contenders]

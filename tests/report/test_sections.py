@@ -83,6 +83,13 @@ def test_columns_without_a_number_are_left_out():
     assert all(len(row) == len(section.table.headers) for row in section.table.rows)
 
 
+def test_a_headline_is_of_one_group():
+    record = samples.smaller()
+    other = [replace(samples.result("best", 6.0, 512, 128), group=1), samples.result("m1", 50.0, 512, 128, group=1)]
+    said = headline(replace(record, contenders=[*record.contenders, *other]))
+    assert said == "9.93 M tokens/s, 1.98× the speed of PyTorch's best (compile+graph)"  # not group 1's 10.9 M
+
+
 def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
     records = samples.everything()
     (sweep,) = sweeps(records)

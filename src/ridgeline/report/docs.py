@@ -107,13 +107,16 @@ def ladder(records: Sequence[Record]) -> str:
     if record is None:
         return MISSING
     rows: list[list[Cell]] = []
-    names = rungs_of(record)
-    for place, name in enumerate(names):
-        result, article = _result(record, name), articles.LADDER.get(name)
-        assert result is not None
-        before = names[place - 1] if place else None
+    results, failed = {r.name: r for r in timed(record)}, {r.name: r.error for r in record.contenders if r.error}
+    before: str | None = None
+    for name in (*articles.LADDER, SUBJECT):
+        result, article = results.get(name), articles.LADDER.get(name)
+        if result is None:
+            if name in failed:
+                rows.append([words(f"`{name}`"), words(f"failed: {failed[name]}")])
+            continue
         step = gain(record, name, before) if before else None
-        published = articles.gain(before, name) if before in articles.LADDER and article else None
+        published = None if before is None or article is None else articles.gain(before, name)
         rows.append(
             [
                 words(f"`{name}`"),
@@ -126,6 +129,7 @@ def ladder(records: Sequence[Record]) -> str:
                 number(result.mfu, ".0%"),
             ]
         )
+        before = name
     for other in baselines(record)[:1]:
         rows.append(
             [

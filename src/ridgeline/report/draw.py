@@ -129,13 +129,14 @@ def ladder(found: Sequence[Bar], steps: Sequence[Gain], unit: str, theirs: str) 
         _draw_bars(left, found, palette, unit)
         left.set_xlim(0, max(bar.value for bar in found) * 1.5)
         left.set_title("speed", color=palette["ink"])
-        _draw_gains(right, steps, palette, theirs, -0.42 / (rows[1] if narrow else height))
+        _draw_gains(right, steps, palette, theirs)
+        figure.legend(loc="outside lower right", ncols=2, labelcolor=palette["ink"], fontsize=8, handletextpad=0.1)
         return figure
 
     return draw
 
 
-def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str, below: float) -> None:
+def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str) -> None:
     for row, step in enumerate(steps):
         ends = [value for value in (step.ours, step.article) if value is not None]
         axes.plot([min(ends), max(ends)], [row, row], color=palette["grid"], linewidth=3, solid_capstyle="round")
@@ -148,8 +149,6 @@ def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str
     axes.axvline(1, color=palette["muted"], linewidth=0.8)
     axes.set_xlabel("times as fast as the rung before")
     axes.set_title("what each step bought", color=palette["ink"])
-    axes.legend(loc="upper left", bbox_to_anchor=(-0.02, below), ncols=2, labelcolor=palette["ink"], fontsize=8,
-                handletextpad=0.1, columnspacing=1.0)  # fmt: skip
 
 
 def ratios(labels: Sequence[str], values: Sequence[float], texts: Sequence[str], unit: str) -> Chart:

@@ -81,18 +81,26 @@ def role_of(name: str) -> str:
 
 
 def timed(record: Record) -> list[ContenderResult]:
-    """Every contender that was timed, once: rungs in climbing order, `best`, then the others from fast to slow."""
-    first: dict[str, ContenderResult] = {}
-    for result in record.contenders:
+    """Every contender that was timed, once: rungs in climbing order, `best`, then the others from fast to slow.
+
+    Of one that ran in several groups it is the result in the group with the most rungs, so that a ladder is of a piece.
+    """
+    found: dict[str, ContenderResult] = {}
+    for result in sorted(record.contenders, key=lambda result: (-_climbed(record, result.group), result.group)):
         if result.step_ms is not None:
-            first.setdefault(result.name, result)
+            found.setdefault(result.name, result)
     order = [*articles.LADDER, SUBJECT]
 
     def place(result: ContenderResult) -> tuple[int, float]:
         base = base_of(result.name)
         return order.index(base) if base in order else len(order), result.step_ms or 0.0
 
-    return sorted(first.values(), key=place)
+    return sorted(found.values(), key=place)
+
+
+def _climbed(record: Record, group: int) -> int:
+    """How many rungs a group timed."""
+    return sum(r.group == group and r.step_ms is not None and r.name in articles.LADDER for r in record.contenders)
 
 
 def rungs_of(record: Record) -> list[str]:
@@ -148,7 +156,7 @@ def _bars(record: Record) -> list[Bar]:
 def headline(record: Record) -> str | None:
     """The one sentence of a record: `best` against the best PyTorch."""
     found = over_pytorch(record)
-    mine = next((r for r in timed(record) if r.name == SUBJECT), None)
+    mine = None if found is None else record.result(SUBJECT, found.group)
     if found is None or mine is None:
         return None
     said = f"{found} the speed of" if found.distinct else "no faster or slower than the spread allows to say,"

@@ -67,7 +67,8 @@ class Table:
 
     def markdown(self) -> str:
         """The table for a document in Markdown."""
-        right = [all(row[i].number for row in self.rows if len(row) > i) for i in range(len(self.headers))]
+        full = [row for row in self.rows if len(row) == len(self.headers)] or self.rows
+        right = [all(row[i].number for row in full if len(row) > i) for i in range(len(self.headers))]
         lines = [
             f"| {' | '.join(self.headers)} |",
             f"|{'|'.join('--:' if numeric else '---' for numeric in right)}|",
