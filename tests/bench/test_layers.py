@@ -75,6 +75,7 @@ def test_a_fused_loss_has_its_gradients_in_the_forward_pass():
         ("product:input_gradient:131072:512:512", "out.input_gradient"),
         ("product:input_gradient:131072:2048:512", "mlp_down.input_gradient"),
         ("product:input_gradient:131072:512:1536", "qkv.input_gradient"),
+        ("product:forward:131072:512:896", "heads.norm or heads.up or heads.down or cross_entropy"),
         ("product:forward:7:512:1536", UNMAPPED),
     ],
 )

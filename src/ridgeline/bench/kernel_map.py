@@ -178,17 +178,22 @@ class KernelMap:
         name = self._by_shape(rows, depth, columns, kernel.phase)
         if name is not None:
             return name
-        if not isinstance(self.config, LanguageConfig) and self.N in (rows, depth):
-            return _HEADS[kernel.phase == "backward"]  # all heads' weights side by side
-        return UNMAPPED
+        return self._packed_heads(kernel.phase == "backward") if self.N in (rows, depth) else UNMAPPED
+
+    def _packed_heads(self, backward: bool) -> str:
+        """A policy's product that is no layer's: all heads' weights side by side."""
+        return UNMAPPED if isinstance(self.config, LanguageConfig) else _HEADS[backward]
 
     def _named_product(self, scope: str) -> str:
         """A product that says what it is; see ops/scope.py."""
         kind, *sizes = scope.removeprefix(PRODUCT).split(":")
         rows, inputs, outputs = map(int, sizes)
-        if kind == "forward":
-            return self._by_shape(rows, inputs, outputs, "forward") or UNMAPPED
-        return self._by_shape(rows, outputs, inputs, "backward") or UNMAPPED
+        backward = kind == "input_gradient"
+        if rows != self.N:
+            return UNMAPPED
+        depth, columns = (outputs, inputs) if backward else (inputs, outputs)
+        phase: Phase = "backward" if backward else "forward"
+        return self._by_shape(rows, depth, columns, phase) or self._packed_heads(backward)
 
     def _by_shape(self, rows: int, depth: int, columns: int, phase: Phase | None) -> str | None:
         """The layers that have such a product, (rows, depth) × (depth, columns); None where none does."""

@@ -33,7 +33,6 @@ LADDER = {
     "m3": ArticleRung(tokens_per_s=660_540, forward_ms=10.57, backward_ms=19.91),
     "r16": ArticleRung(tokens_per_s=1_125_109, forward_ms=6.40, backward_ms=19.01),
 }
-LADDER_PYTORCH = {"eager": 401_766, "compile": 918_193}
 
 LADDER_STEPS = tuple(zip(tuple(LADDER)[:-1], tuple(LADDER)[1:], strict=True))
 """Pairs of a rung and the next."""

@@ -292,9 +292,10 @@ def beside_section(records: Sequence[Record]) -> Section | None:
         return None
     rows, found = [], []
     for name, record in newest.items():
-        mine = next((r for r in timed(record) if r.name == SUBJECT), None)
-        others = baselines(record)
-        for result in [r for r in (mine, *others[:1]) if r is not None]:
+        pair = over_pytorch(record)
+        names = (SUBJECT,) if pair is None else (SUBJECT, pair.over)
+        both = [record.result(each, None if pair is None else pair.group) for each in names]
+        for result in [r for r in both if r is not None and r.step_ms]:
             speed = result.windows_per_s or 0.0
             label = f"{name}, {result.name}"
             found.append(Bar(label=label, value=speed / 1e3, role=role_of(result.name), text=amount(speed)))
