@@ -101,6 +101,7 @@ def explained() -> Record:
             ("attention", "forward", 1800.0, 90.0, 1.8),
             ("mlp_up", "forward", 3400.0, 520.0, 1.7),
             ("norm", "forward", 1700.0, 0.2, 3.3),
+            ("heads.norm or heads.up or heads.down or cross_entropy", "forward", 1300.0, 92.0, 1.4),
             ("attention", "backward", 5400.0, 75.0, 1.0),
             ("mlp_up.weight_gradient", "backward", 2600.0, 620.0, 1.1),
             ("norm", "backward", 2200.0, 0.2, 3.2),

@@ -10,7 +10,7 @@ from report import samples
 from ridgeline.errors import ConfigError
 from ridgeline.report.page import chapters, circumstances
 from ridgeline.report.sections import bench_sections, beside_section, headline, rungs_of, timed
-from ridgeline.report.series import curve_sections, roofline_section
+from ridgeline.report.series import curve_sections, roofline_section, short
 from ridgeline.report.sweeps import sweep_section, sweeps
 
 
@@ -120,6 +120,12 @@ def test_a_roofline_needs_rates_and_a_known_card():
     assert roofline_section(replace(record, card="a card of 2031"), 0) is None
     bare = [replace(op, tflops=None) for op in record.ops]
     assert roofline_section(replace(record, ops=bare), 0) is None
+
+
+def test_names_on_a_roofline_are_short():
+    assert short("mlp_up.weight_gradient") == "mlp_up.weight_gradient"
+    assert short("heads.norm or heads.up or heads.down or cross_entropy") == "heads"
+    assert short("qkv or mlp_up") == "qkv …"
 
 
 def test_curves_are_drawn_over_steps_and_seconds_and_rows_are_tables():

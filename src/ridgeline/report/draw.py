@@ -275,9 +275,10 @@ def roofline(dots: Sequence[Dot], peak: float, bandwidth: float) -> Chart:
                          label=role)  # fmt: skip
         for dot in _apart(dots)[: LABELLED - 3 if narrow else LABELLED]:
             right = math.log(dot.intensity / low) > 0.7 * math.log(high / low)
-            axes.annotate(dot.label, (dot.intensity, dot.flops_per_s / 1e12), xytext=(-5 if right else 5, -10),
-                          ha="right" if right else "left", textcoords="offset points", fontsize=7.5,
-                          color=palette["ink"])  # fmt: skip
+            name = axes.annotate(dot.label, (dot.intensity, dot.flops_per_s / 1e12), xytext=(-5 if right else 5, -10),
+                                 ha="right" if right else "left", textcoords="offset points", fontsize=7.5,
+                                 color=palette["ink"])  # fmt: skip
+            name.set_in_layout(False)  # the axes keep their width, however long a name is
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xlim(low, high)

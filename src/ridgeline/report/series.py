@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ridgeline.bench.kernel_map import EITHER
 from ridgeline.errors import ConfigError
 from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
@@ -26,6 +27,15 @@ def _card(record: Record) -> DeviceSpec | None:
     return by_driver_name(record.card) or next((c for c in CARDS.values() if c.name == record.card), None)
 
 
+def short(name: str) -> str:
+    """The name of an op, or one for ops that share their kernels: what they have in common, else the first of them."""
+    first, *others = name.split(EITHER)
+    family = first.split(".")[0]
+    if not others:
+        return first
+    return family if any(other.split(".")[0] == family for other in others) else f"{first} …"
+
+
 def roofline_section(record: Record, index: int) -> Section | None:
     """Each op of an explained step under the card's roof; None where nothing was measured or the card is unknown."""
     spec, info = _card(record), record.workload
@@ -35,7 +45,7 @@ def roofline_section(record: Record, index: int) -> Section | None:
     total = sum(op.us or 0.0 for op in record.ops)
     dots = [
         Dot(
-            label=op.name,
+            label=short(op.name),
             intensity=(op.tflops or 0.0) / (op.tb_per_s or 1.0),
             flops_per_s=(op.tflops or 0.0) * 1e12,
             role=op.shape,
