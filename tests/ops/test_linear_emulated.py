@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import gemm
-from ridgeline.ops.linear.gemm import Config, defines, divide
+from ridgeline.ops.linear.gemm import Config, Form, defines, divide
 
 SOURCE = """#include "gemm_sm90.cu"
 extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segments, const rl::u16* bias,
@@ -57,10 +57,7 @@ CASES = [
 def run(case: Case, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output, pre-activation and column sums."""
     M, N, K = case.M, case.N, case.K
-    reads_c = case.epilogue in ("residual", "derivative")
-    macros = defines(
-        case.config,
-        K,
+    form = Form(
         transposed_b=case.transposed_b,
         bias=case.epilogue in ("bias", "gelu", "residual"),
         gelu="exact" if case.epilogue == "gelu" else None,
@@ -69,7 +66,8 @@ def run(case: Case, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tenso
         dropout=case.epilogue == "residual",
         derivative=case.epilogue == "derivative",
     )
-    config = case.config.fitted(macros["K_CHUNKS"], reads_c)
+    macros = defines(case.config, K, form)
+    config = case.config.fitted(macros["K_CHUNKS"], form.reads_c)
     work, slots = divide(-(-M // config.tile_m), -(-N // config.tile_n), case.units)
     longest = max(map(len, work)) + 1
     table = [[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work]

@@ -11,7 +11,7 @@ import torch
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.linear import gemm
-from ridgeline.ops.linear.gemm import Config, divide
+from ridgeline.ops.linear.gemm import Config, Form, divide
 
 LINEAR = Path(gemm.__file__).parent
 
@@ -87,11 +87,11 @@ def test_gelu_keeps_nan(compile_host: Callable[..., ctypes.CDLL]) -> None:
 @pytest.mark.parametrize(
     "macros",
     [
-        gemm.defines(Config(), 512, bias=True),
-        gemm.defines(Config(), 512, bias=True, gelu="exact", pre=True),
-        gemm.defines(Config(), 512, torch.float16, bias=True, residual=True, dropout=True),
-        gemm.defines(Config(), 512, transposed_b=True, derivative=True),
-        gemm.defines(Config(tile_m=64), 256, bias=True, gelu="tanh", pre=True),
+        gemm.defines(Config(), 512, Form(bias=True)),
+        gemm.defines(Config(), 512, Form(bias=True, gelu="exact", pre=True)),
+        gemm.defines(Config(), 512, Form(torch.float16, bias=True, residual=True, dropout=True)),
+        gemm.defines(Config(), 512, Form(transposed_b=True, derivative=True)),
+        gemm.defines(Config(tile_m=64), 256, Form(bias=True, gelu="tanh", pre=True)),
     ],
     ids=["bias", "gelu", "residual-fp16", "derivative", "small-tanh"],
 )

@@ -10,6 +10,7 @@ import torch
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.linear import stationary
+from ridgeline.ops.linear.gemm import Form
 
 LINEAR = Path(stationary.__file__).parent
 GELU_SOURCE = """
@@ -61,12 +62,12 @@ def test_gelu_in_half_precision_keeps_nan(compile_host: Callable[..., ctypes.CDL
 @pytest.mark.parametrize(
     "macros",
     [
-        stationary.defines(512, bias=True),
-        stationary.defines(512, bias=True, gelu="exact", pre=True),
-        stationary.defines(512, torch.float16, bias=True, gelu="exact", pre=True),
-        stationary.defines(512, bias=True, residual=True, dropout=True),
-        stationary.defines(512, transposed_b=True, derivative=True),
-        stationary.defines(256, transposed_b=True, derivative=True, gelu="tanh", cluster=2),
+        stationary.defines(512, Form(bias=True)),
+        stationary.defines(512, Form(bias=True, gelu="exact", pre=True)),
+        stationary.defines(512, Form(torch.float16, bias=True, gelu="exact", pre=True)),
+        stationary.defines(512, Form(bias=True, residual=True, dropout=True)),
+        stationary.defines(512, Form(transposed_b=True, derivative=True)),
+        stationary.defines(256, Form(transposed_b=True, derivative=True, gelu="tanh"), cluster=2),
     ],
     ids=["bias", "gelu", "gelu-fp16", "residual", "derivative", "small-derivative-pairs"],
 )
@@ -84,6 +85,6 @@ def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
 
 @pytest.mark.parametrize("K", [64, 72, 256, 448, 512])
 def test_the_ring_fits_beside_the_tiles(K: int) -> None:
-    for macros in (stationary.defines(K, gelu="exact", pre=True), stationary.defines(K, derivative=True)):
+    for macros in (stationary.defines(K, Form(gelu="exact", pre=True)), stationary.defines(K, Form(derivative=True))):
         assert macros["LAPS"] >= 2
         assert stationary.SMEM_LIMIT - 8192 * macros["K_CHUNKS"] < stationary.smem(macros) <= stationary.SMEM_LIMIT

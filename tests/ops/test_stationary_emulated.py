@@ -12,7 +12,7 @@ import torch
 
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import stationary
-from ridgeline.ops.linear.gemm import divide
+from ridgeline.ops.linear.gemm import Form, divide
 
 SOURCE = """#include "stationary_sm90.cu"
 extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segments, const rl::u16* bias,
@@ -64,8 +64,7 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     a, b, c = normal(M, K), normal(K, N) if case.transposed_b else normal(N, K), normal(M, N)
     bias, biased = torch.randn(N).bfloat16(), case.epilogue in ("bias", "gelu", "residual")
     out, pre = (normal(M, N).fill_(float("nan")) for _ in range(2))
-    macros = stationary.defines(
-        K,
+    form = Form(
         transposed_b=case.transposed_b,
         bias=biased,
         gelu="exact" if case.epilogue == "gelu" else None,
@@ -73,8 +72,8 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
         residual=case.epilogue == "residual",
         dropout=case.epilogue == "residual",
         derivative=case.epilogue == "derivative",
-        cluster=case.cluster,
     )
+    macros = stationary.defines(K, form, case.cluster)
     work, slots = divide(-(-M // stationary.TILE), -(-N // (stationary.COLUMNS * case.cluster)), case.units)
     longest = max(map(len, work)) + 1
     schedule = torch.tensor([[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work], dtype=torch.int32)

@@ -20,6 +20,7 @@ THREADS = 384
 CHUNK_K = 64
 SMALL_TILES = 600  # fewer 128-row tiles than this, and 64-row tiles spread better
 RESIDENT_K = 512  # 128 columns of B up to here leave room for the ring
+KINDS = "MMMMMPiPPPiIIfii"  # the parameters of both Hopper products
 Epilogue = Literal["plain", "bias", "gelu", "residual", "derivative"]
 
 Segment = tuple[int, int, int, int]  # column tile + 65536 · row of partial sums, first row tile, step, count
@@ -143,59 +144,59 @@ def choose(M: int, N: int, K: int, epilogue: Epilogue) -> Config | None:
     return Config(tile_m=64 if small or (epilogue == "gelu" and resident) else 128, resident=resident)
 
 
-def defines(
-    config: Config,
-    K: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    transposed_b: bool = False,
-    bias: bool = False,
-    gelu: GeluKind | None = None,
-    pre: bool = False,
-    residual: bool = False,
-    dropout: bool = False,
-    derivative: bool = False,
-) -> dict[str, int]:
-    """The macros that compile the kernel for a configuration, an inner size and an epilogue (see `gemm`)."""
+class Form(NamedTuple):
+    """What a kernel is compiled to do around its product.
+
+    Attributes:
+        dtype: bf16 or fp16.
+        transposed_b, bias, gelu, pre, residual, dropout, derivative: what there is of `gemm`'s arguments.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    transposed_b: bool = False
+    bias: bool = False
+    gelu: GeluKind | None = None
+    pre: bool = False
+    residual: bool = False
+    dropout: bool = False
+    derivative: bool = False
+
+    @property
+    def reads_c(self) -> bool:
+        """Whether the epilogue reads a matrix."""
+        return self.residual or self.derivative
+
+    def macros(self) -> dict[str, int]:
+        """The macros that compile it, without sizes."""
+        return {
+            "RL_FP16": int(self.dtype == torch.float16),
+            "B_TRANSPOSED": int(self.transposed_b),
+            "EPILOGUE": 3 if self.derivative else 2 if self.residual else 1 if self.gelu else 0,
+            "HAS_BIAS": int(self.bias),
+            "GELU_TANH": int(self.gelu == "tanh"),
+            "STORE_U": int(self.pre),
+            "DROPOUT": int(self.dropout),
+        }
+
+
+def defines(config: Config, K: int, form: Form) -> dict[str, int]:
+    """The macros that compile the kernel for a configuration, an inner size and a form."""
     k_chunks = -(-K // CHUNK_K)
-    return {
+    return form.macros() | {
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "STAGES": config.fitted(k_chunks, residual or derivative).stages,
+        "STAGES": config.fitted(k_chunks, form.reads_c).stages,
         "K_CHUNKS": k_chunks,
         "RESIDENT": int(config.resident),
-        "RL_FP16": int(dtype == torch.float16),
-        "B_TRANSPOSED": int(transposed_b),
-        "EPILOGUE": 3 if derivative else 2 if residual else 1 if gelu else 0,
-        "HAS_BIAS": int(bias),
-        "GELU_TANH": int(gelu == "tanh"),
-        "STORE_U": int(pre),
-        "DROPOUT": int(dropout),
     }
 
 
 @functools.lru_cache(maxsize=512)
-def _kernel(
-    device: int,
-    config: Config,
-    K: int,
-    dtype: torch.dtype,
-    transposed_b: bool,
-    bias: bool,
-    gelu: GeluKind | None,
-    pre: bool,
-    residual: bool,
-    dropout: bool,
-    derivative: bool,
-) -> tuple[cuda.Kernel, int]:
+def _kernel(device: int, config: Config, K: int, form: Form) -> tuple[cuda.Kernel, int]:
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
-    macros = defines(
-        config, K, dtype,
-        transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, residual=residual, dropout=dropout,
-        derivative=derivative,
-    )  # fmt: skip
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", "MMMMMPiPPPiIIfii", patient=True)
-    return kernel, config.smem(macros["K_CHUNKS"], residual or derivative, macros["STAGES"])
+    macros = defines(config, K, form)
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", KINDS, patient=True)
+    return kernel, config.smem(macros["K_CHUNKS"], form.reads_c, macros["STAGES"])
 
 
 def mask_arguments(masks: Masks | None, N: int) -> tuple[cuda.Argument, ...]:
@@ -235,10 +236,11 @@ def gemm(
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
-    kernel, smem = _kernel(
-        a_MK.get_device(), config, K, a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None,
-        residual_MN is not None, masks is not None, gelu_input_MN is not None,
+    form = Form(
+        a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None, residual_MN is not None,
+        masks is not None, gelu_input_MN is not None,
     )  # fmt: skip
+    kernel, smem = _kernel(a_MK.get_device(), config, K, form)
     plan = plan_of(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
     panel = (16, 64)
     map_a = cuda.tensor_map(a_MK, (config.piece_rows, CHUNK_K))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops.linear.gemm import mask_arguments, plan_of
+from ridgeline.ops.linear.gemm import KINDS, Form, mask_arguments, plan_of
 from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "stationary_sm90.cu"
@@ -40,57 +40,18 @@ def smem(macros: Mapping[str, int]) -> int:
     return tiles * TILE_BYTES + BARRIER_BYTES
 
 
-def defines(
-    K: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    transposed_b: bool = False,
-    bias: bool = False,
-    gelu: GeluKind | None = None,
-    pre: bool = False,
-    residual: bool = False,
-    dropout: bool = False,
-    derivative: bool = False,
-    cluster: int = 1,
-) -> dict[str, int]:
-    """The macros that compile the kernel for an inner size and an epilogue (see `stationary`)."""
+def defines(K: int, form: Form, cluster: int = 1) -> dict[str, int]:
+    """The macros that compile the kernel for an inner size and a form, in clusters of `cluster` blocks."""
     k_chunks = -(-K // TILE)
-    return {
-        "K_CHUNKS": k_chunks,
-        "LAPS": fitting_laps(k_chunks, 1 + pre, residual or derivative),
-        "RL_FP16": int(dtype == torch.float16),
-        "B_TRANSPOSED": int(transposed_b),
-        "EPILOGUE": 3 if derivative else 2 if residual else 1 if gelu else 0,
-        "HAS_BIAS": int(bias),
-        "GELU_TANH": int(gelu == "tanh"),
-        "STORE_U": int(pre),
-        "DROPOUT": int(dropout),
-        "CLUSTER": cluster,
-    }
+    laps = fitting_laps(k_chunks, 1 + form.pre, form.reads_c)
+    return form.macros() | {"K_CHUNKS": k_chunks, "LAPS": laps, "CLUSTER": cluster}
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(
-    device: int,
-    K: int,
-    dtype: torch.dtype,
-    transposed_b: bool,
-    bias: bool,
-    gelu: GeluKind | None,
-    pre: bool,
-    residual: bool,
-    dropout: bool,
-    derivative: bool,
-    cluster: int,
-) -> tuple[cuda.Kernel, int]:
+def _kernel(device: int, K: int, form: Form, cluster: int) -> tuple[cuda.Kernel, int]:
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
-    macros = defines(
-        K, dtype,
-        transposed_b=transposed_b, bias=bias, gelu=gelu, pre=pre, residual=residual, dropout=dropout,
-        derivative=derivative, cluster=cluster,
-    )  # fmt: skip
-    kernel = cuda.load(SOURCE, macros).kernel("stationary", "MMMMMPiPPPiIIfii", patient=True)
-    return kernel, smem(macros)
+    macros = defines(K, form, cluster)
+    return cuda.load(SOURCE, macros).kernel("stationary", KINDS, patient=True), smem(macros)
 
 
 def stationary(
@@ -125,10 +86,11 @@ def stationary(
     M, K = a_MK.shape
     N = out_MN.shape[1]
     reads = residual_MN if gelu_input_MN is None else gelu_input_MN
-    kernel, size = _kernel(
-        a_MK.get_device(), K, a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None,
-        residual_MN is not None, masks is not None, gelu_input_MN is not None, cluster,
+    form = Form(
+        a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None, residual_MN is not None,
+        masks is not None, gelu_input_MN is not None,
     )  # fmt: skip
+    kernel, size = _kernel(a_MK.get_device(), K, form, cluster)
     plan = plan_of(-(-M // TILE), -(-N // (COLUMNS * cluster)), a_MK.device, cluster)
     map_a = cuda.tensor_map(a_MK, (TILE // cluster, TILE))
     map_b, map_c, map_d, map_u = (
