@@ -42,10 +42,6 @@ class Compiled:
     ptx: str
     cubin: bytes
 
-    def sass(self) -> str:
-        """The disassembly."""
-        return _tool("nvdisasm", "-c", cubin=self.cubin)
-
 
 def compile_kernel(
     kernel: Any,
