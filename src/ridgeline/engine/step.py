@@ -44,6 +44,13 @@ def _targets_that_count(batch: dict[str, Tensor]) -> Tensor:
     return (batch["targets"] != IGNORE).float().mean()
 
 
+def _orthogonal(model: nn.Module, optimizer: OptimizerConfig, names: Collection[str] | None) -> Collection[str]:
+    """The names of the matrices that Muon trains."""
+    if optimizer.algorithm == "adamw":
+        return ()
+    return hidden_matrices(model) if names is None else names
+
+
 class _Prepared(NamedTuple):
     """What a step on one batch shape is made of."""
 
@@ -111,47 +118,33 @@ class TrainStep:
             raise ConfigError(f"accumulate, lanes and bad_steps must be at least 1, got {accumulate, lanes, bad_steps}")
         if loss is None and not callable(getattr(model, "loss", None)):
             raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
+        optimizer = optimizer or OptimizerConfig()
         self.model, self.bad_steps, self._prefetch = model, bad_steps, prefetch
         self.precision = find_precision(precision)
         self.replicas = Replicas() if replicas is None else replicas
-        optimizer = optimizer or OptimizerConfig()
-        if optimizer.algorithm == "adamw":
-            orthogonal = ()
-        elif orthogonal is None:
-            orthogonal = hidden_matrices(model)
         self.flat = FlatParameters(
-            model, compute=self.precision.compute, decays=decays, orthogonal=orthogonal, lanes=lanes
+            model,
+            compute=self.precision.compute,
+            decays=decays,
+            orthogonal=_orthogonal(model, optimizer, orthogonal),
+            lanes=lanes,
         )
         self.replicas.same(self.flat.masters)
         self.flat.refresh()
-        scaling = (scale or LossScale()) if self.precision.scaled else None
-        whole = accumulate * lanes * self.replicas.world == 1
+        rank, world = self.replicas.rank, self.replicas.world
+        whole = accumulate * lanes * world == 1
         if whole or (weight is None and loss is None):
             weight = None if whole else _targets_that_count
-        self.update = Update(
-            self.flat,
-            optimizer,
-            steps=steps,
-            weighted=weight is not None,
-            scale=scaling,
-            seed=seed,
-        )
+        scaling = (scale or LossScale()) if self.precision.scaled else None
+        self.update = Update(self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed)
         self.device = self.flat.device
         self._user_loss = loss
         call = self._call_loss
         if compile is not None:
             call = torch.compile(self._call_loss, mode=compile, dynamic=False)
-        self.cut = Cut(
-            accumulate=accumulate, lanes=lanes, rank=self.replicas.rank, world=self.replicas.world, weight=weight
-        )
-        self.passes = Passes(
-            call,
-            self.flat,
-            self.precision,
-            self.cut,
-            seed_step=self.update.seed_step,
-            loss_scale=self.update.loss_scale,
-        )
+        self.cut = Cut(accumulate=accumulate, lanes=lanes, rank=rank, world=world, weight=weight)
+        device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
+        self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state)
         self._capture = choose_capture(capture, self.device)
         self._shapes: dict[tuple[Signature, bool, Source | None], _Prepared] = {}
         self._activations = 0
