@@ -302,6 +302,30 @@ def test_json_record_and_table() -> None:
     assert "unmapped" in text
 
 
+@pytest.mark.parametrize("width", [150, 80, 60, 41])
+def test_a_narrow_terminal_cuts_no_name(width: int) -> None:
+    result = measured()
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_measured(result))
+    text = console.export_text()
+    words = text.split()
+    assert all(row.name in words for row in result.rows)
+    assert "…" not in text
+    assert ("no room for" in text) == (width < 80)
+
+
+def test_a_floor_above_what_was_measured_is_no_share() -> None:
+    """An op most of whose work is in another's kernels: a floor of 6.1 µs beside 0.6 µs is not 1008 %."""
+    result = measured()
+    rows = tuple(replace(row, seconds=row.seconds / 1e4) if row.name == "qkv" else row for row in result.rows)
+    console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_measured(replace(result, rows=rows)))
+    lines = [line.split() for line in console.export_text().splitlines()]
+    qkv = next(line for line in lines if line[:1] == ["qkv"])
+    assert qkv[-3:] == [">", "100%", "1"]
+    assert any(line[:3] == [">", "100%", "part"] for line in lines)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA card here")
 def test_measuring_needs_a_card() -> None:
     with pytest.raises(UnsupportedError, match="--measure profiles real steps on a CUDA card"):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from rich import box
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ridgeline.bench.explain import ExplainResult
+from ridgeline.bench.fitted import FittedTable, notes
 from ridgeline.hardware.spec import GIB, TERA
 from ridgeline.models.accounting import parameters
 
+LABEL = 7  # width of what each note begins with
 POWER_LIMITED_W = 75  # what a slot without a power connector gives
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -23,38 +25,36 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def micros(seconds: float) -> str:
-    """Seconds as microseconds, or as milliseconds from ten thousand of them."""
+    """Seconds as microseconds, to a tenth below a hundred of them."""
     us = seconds * 1e6
     return f"{us:.1f}" if us < 100 else f"{us:,.0f}"
 
 
-def _ops(result: ExplainResult) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("op")
-    for header in ("FLOPs", "bytes", "FLOP/B"):
-        table.add_column(header, justify="right")
-    table.add_column("bound by")
-    for header in ("floor µs", "share"):
-        table.add_column(header, justify="right")
+def _ops(result: ExplainResult) -> FittedTable:
+    rows: list[tuple[Sequence[str], bool]] = []
     phase = None
     for row in result.rows:
         if row.phase != phase:
             phase = row.phase
             total = sum(r.floor.seconds for r in result.rows if r.phase == phase)
-            table.add_row(
-                Text(phase, style="bold"), "", "", "", "", micros(total), f"{total / result.floor_s:.0%}", style="bold"
-            )
+            rows.append(((phase, "", "", "", "", micros(total), f"{total / result.floor_s:.0%}"), True))
         flops = amount(row.executed_flops) if row.executed_flops else f"({amount(row.vector_flops)})"
-        table.add_row(
+        cells = (
             f"  {row.name}",
             flops if row.executed_flops or row.vector_flops else "–",
             amount(row.bytes, "B") if row.bytes else "–",
             f"{row.intensity:.0f}",
-            row.floor.bound,
+            row.floor.bound.removesuffix(" units"),
             micros(row.floor.seconds),
             f"{row.share:.1%}",
         )
-    return table
+        rows.append((cells, False))
+    return FittedTable(
+        headers=("op", "FLOPs", "bytes", "FLOP/B", "bound", "floor µs", "share"),
+        rows=rows,
+        spare=("FLOP/B", "FLOPs", "bytes", "share", "bound"),
+        words=("bound",),
+    )
 
 
 def _step(result: ExplainResult) -> list[str]:
@@ -103,22 +103,29 @@ def _memory(result: ExplainResult) -> list[str]:
     ]
 
 
-def _changes(result: ExplainResult) -> Table:
-    table = Table(title="what would help", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("change")
-    for header in ("floor µs", "saved a window", "tokens/s", "windows/s", "parameters", "peak GiB"):
-        table.add_column(header, justify="right")
-    for change in result.changes:
-        table.add_row(
-            change.name,
-            micros(change.floor_s),
-            f"{change.saved:.1%}",
-            amount(change.tokens_per_s),
-            amount(change.windows_per_s),
-            amount(change.parameters),
-            f"{change.memory_bytes / GIB:.2f}",
+def _changes(result: ExplainResult) -> FittedTable:
+    rows = [
+        (
+            (
+                change.name,
+                micros(change.floor_s),
+                f"{change.saved:.1%}",
+                amount(change.tokens_per_s),
+                amount(change.windows_per_s),
+                amount(change.parameters),
+                f"{change.memory_bytes / GIB:.2f}",
+            ),
+            False,
         )
-    return table
+        for change in result.changes
+    ]
+    return FittedTable(
+        headers=("change", "floor µs", "saved a\nwindow", "tokens/s", "windows/s", "parameters", "peak\nGiB"),
+        rows=rows,
+        spare=("windows/s", "parameters", "tokens/s", "floor µs"),
+        wrap=21,
+        title="what would help",
+    )
 
 
 def render(result: ExplainResult) -> RenderableType:
@@ -130,8 +137,13 @@ def render(result: ExplainResult) -> RenderableType:
         f"{case.precision}, plan {case.plan.name}, on {result.spec.name} ({result.rates.source})",
         style="bold",
     )
-    notes = [Text(line) for line in (*_step(result), *_memory(result))]
-    shown: list[RenderableType] = [heading, _ops(result), *notes]
+    told = notes((*_step(result), *_memory(result)), LABEL)
+    shown: list[RenderableType] = [heading, Text(""), _ops(result), Text(""), told]
     if result.changes:
-        shown += [Text(""), _changes(result), Text("These are floors; what a change does to the model, a study tells.")]
+        shown += [
+            Text(""),
+            _changes(result),
+            Text(""),
+            Text("These are floors; what a change does to the model, a study tells."),
+        ]
     return Group(*shown)

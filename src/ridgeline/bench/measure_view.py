@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from rich import box
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ridgeline.bench.explain_view import amount, micros
+from ridgeline.bench.fitted import FittedTable, notes
 from ridgeline.bench.measure import LISTED, MeasureResult
 from ridgeline.hardware.spec import GIB
 
+LABEL = 9  # width of what each note begins with
+BEYOND = "> 100%"
 
-def _rows(result: MeasureResult) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("op")
-    for header in ("measured µs", "share", "floor µs", "floor / measured", "kernels"):
-        table.add_column(header, justify="right")
+
+def _share(floor: float | None, seconds: float) -> str:
+    """Floor over measured; above 1 that is no share, and is not given as one."""
+    if not floor or not seconds:
+        return "–"
+    return f"{floor / seconds:.0%}" if floor <= seconds else BEYOND
+
+
+def _rows(result: MeasureResult) -> FittedTable:
+    rows: list[tuple[Sequence[str], bool]] = []
     total = sum(row.seconds for row in result.rows)
     phase: str | None = ""
     for row in result.rows:
@@ -24,22 +32,21 @@ def _rows(result: MeasureResult) -> Table:
             phase = row.phase
             mine = [r for r in result.rows if r.phase == phase]
             seconds, floor = sum(r.seconds for r in mine), sum(r.floor_s or 0 for r in mine)
-            kernels = sum(r.kernels for r in mine)
-            ratio = f"{floor / seconds:.0%}" if seconds else "–"
-            cells = (micros(seconds), f"{seconds / total:.0%}", micros(floor), ratio, f"{kernels:.0f}")
-            table.add_row(phase or "phase not told", *cells, style="bold")
+            share, kernels = f"{seconds / total:.0%}", f"{sum(r.kernels for r in mine):.0f}"
+            name = phase or "phase not told"
+            rows.append(((name, micros(seconds), share, micros(floor), _share(floor, seconds), kernels), True))
+        floor_us = "–" if row.floor_s is None else micros(row.floor_s)
         if row.seconds == 0:  # its work rides in another op's kernels
-            table.add_row(f"  {row.name}", "–", "–", micros(row.floor_s or 0), "–", "–")
+            rows.append(((f"  {row.name}", "–", "–", floor_us, "–", "–"), False))
             continue
-        table.add_row(
-            f"  {row.name}",
-            micros(row.seconds),
-            f"{row.seconds / total:.1%}",
-            "–" if row.floor_s is None else micros(row.floor_s),
-            "–" if row.floor_s is None else f"{row.floor_s / row.seconds:.0%}",
-            f"{row.kernels:.0f}",
-        )
-    return table
+        share, kernels = f"{row.seconds / total:.1%}", f"{row.kernels:.0f}"
+        cells = (f"  {row.name}", micros(row.seconds), share, floor_us, _share(row.floor_s, row.seconds), kernels)
+        rows.append((cells, False))
+    return FittedTable(
+        headers=("op", "measured µs", "share", "floor µs", "floor /\nmeasured", "kernels"),
+        rows=rows,
+        spare=("kernels", "share", "floor /\nmeasured", "floor µs"),
+    )
 
 
 def render_measured(result: MeasureResult) -> RenderableType:
@@ -63,4 +70,9 @@ def render_measured(result: MeasureResult) -> RenderableType:
     if result.unmapped:
         lines.append(f"unmapped {micros(lost)} µs a step:")
         lines += [f"         {micros(seconds)} µs  {name[:100]}" for name, seconds in result.unmapped[:LISTED]]
-    return Group(heading, _rows(result), *(Text(line) for line in lines))
+    beyond = any(_share(row.floor_s, row.seconds) == BEYOND for row in result.rows)
+    if beyond:
+        lines.append(
+            f"{BEYOND}   part of that op's work is in another op's kernels, or its tensors stayed in the cache"
+        )
+    return Group(heading, Text(""), _rows(result), Text(""), notes(lines, LABEL))
