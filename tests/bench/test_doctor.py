@@ -214,6 +214,8 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor("hal")
     with pytest.raises(UnsupportedError, match="unknown precision 'bf61'; did you mean bf16"):
         doctor("fast-c256", precision="bf61")
+    with pytest.raises(UnsupportedError, match="unknown precision ''"):
+        doctor("fast-c256", precision="")
     turing = doctoring.DriverReading(
         name="Tesla T4", capability=(7, 5), sm_count=40, memory_bytes=2**34, l2_bytes=2**22,
         shared_per_sm=2**16, shared_per_block=2**16,

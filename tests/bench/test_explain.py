@@ -11,7 +11,7 @@ from rich.console import Console
 from ridgeline.bench import explain as explaining
 from ridgeline.bench.case import Case, check_fits, largest_batch
 from ridgeline.bench.explain import ExplainResult, explain, explain_preset, preset_case
-from ridgeline.bench.explain_view import amount, render
+from ridgeline.bench.explain_view import amount, micros, render
 from ridgeline.cost import floor_of
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import Ceilings, card, driver, save_ceilings
@@ -34,8 +34,8 @@ CEILINGS = Ceilings(
 )
 
 
-def shown(result: ExplainResult) -> str:
-    console = Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+def shown(result: ExplainResult, width: int = 150) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render(result))
     return console.export_text()
 
@@ -188,6 +188,21 @@ def test_a_batch_that_cannot_fit_says_by_how_much_and_what_would() -> None:
     assert not replace(case, accumulation=parts // 2).fits(spec)
 
 
+def test_a_batch_that_no_number_of_parts_divides_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="the largest batch that fits is") as caught:
+        explain_preset("gpt2-c256", device="h200", batch=1_000_000_007)  # a prime
+    assert "accumulation" not in str(caught.value)
+
+
+def test_a_batch_just_too_large_says_by_how_much_in_smaller_units() -> None:
+    case, spec = preset_case("gpt2-c256", card("h200")), card("h200")
+    case = replace(case, batch=largest_batch(replace(case, batch=2**20), spec) + 1)
+    over = (case.memory().peak - spec.memory_bytes) / 2**20
+    assert 0 < over < 100
+    with pytest.raises(ConfigError, match=f", {max(1, round(over))} MiB more than"):
+        check_fits(case, spec)
+
+
 def test_a_leaner_plan_is_named_where_it_would_fit_and_can_run() -> None:
     spec = card("rtx-4090")
     case = preset_case("hal-20m", spec)
@@ -215,6 +230,9 @@ def test_not_even_one_window() -> None:
         ({"device": "h200", "precision": "fp8"}, UnsupportedError, "precision must be one of bf16, fp16, tf32, fp32"),
         ({"device": "h200", "plan": "phat"}, UnsupportedError, "unknown plan 'phat'"),
         ({"device": "t4", "plan": "fused"}, UnsupportedError, r"plan fused needs a card of compute capability 8\.0"),
+        ({"device": "h200", "accumulation": 0}, ConfigError, "batch and accumulation must be at least 1"),
+        ({"device": "h200", "precision": ""}, UnsupportedError, "precision must be one of bf16"),
+        ({"device": "rtx-5090", "precision": "tf32"}, UnsupportedError, "choose one of: fp32, fp16, bf16$"),
         ({"device": "h200", "batch": 0}, ConfigError, "batch and accumulation must be at least 1"),
         ({"device": "h200", "batch": 6, "accumulation": 4}, ConfigError, "accumulation=4 does not divide batch=6"),
     ],
@@ -233,6 +251,18 @@ def test_no_card_named_and_none_here() -> None:
 def test_a_relative_table_bounds_the_context() -> None:
     with pytest.raises(ConfigError, match="context=2048 is longer than position_table=1024"):
         explain_preset("hal-20m", device="h200", batch=1, context=2048)
+
+
+@pytest.mark.parametrize("width", [150, 80, 60, 40])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_narrow_terminal_cuts_no_name_and_no_floor(name: str, width: int) -> None:
+    result = explain_preset(name, device="h200", batch=8, accumulation=1)
+    text = shown(result, width)
+    lines = [line.split() for line in text.splitlines()]
+    for row in result.rows:
+        assert any(row.name in line and micros(row.floor.seconds) in line for line in lines), row.name
+    assert "…" not in text
+    assert ("no room for" in text) == (width < 80)
 
 
 def test_amounts_have_three_digits() -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from ridgeline.cost import StepCost
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import DeviceSpec, Precision
-from ridgeline.hardware.spec import GIB
+from ridgeline.hardware.spec import GIB, MIB
 from ridgeline.models import ModelConfig
 from ridgeline.models.accounting import check_context, part_of, step_cost
 from ridgeline.models.memory import Memory, memory
 from ridgeline.models.plan import PLAIN, PLANS, StoragePlan
 
 FUSED_FROM = (8, 0)  # compute capability from which the fused block runs
+MOST_PARTS = 1024  # parts of a batch that are worth naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +115,10 @@ def check_fits(case: Case, spec: DeviceSpec) -> None:
     most = largest_batch(case, spec)
     ways = [f"the largest batch that fits is {most}" if most else "not even one window fits"]
     if 0 < most < case.batch:
-        parts = next(n for n in range(1, case.batch + 1) if case.batch % n == 0 and case.batch // n <= most)
-        ways.append(f"or cut it by accumulation={parts}")
+        least = -(-case.batch // most)
+        parts = next((n for n in range(least, min(case.batch, MOST_PARTS) + 1) if case.batch % n == 0), None)
+        if parts is not None:
+            ways.append(f"or cut it by accumulation={parts}")
     leaner = [
         name
         for name, plan in PLANS.items()
@@ -123,7 +126,9 @@ def check_fits(case: Case, spec: DeviceSpec) -> None:
     ]
     if leaner:
         ways.append(f"or use the plan {leaner[0]}")
+    over = peak - have
+    more = f"{over / GIB:.1f} GiB" if over > GIB / 10 else f"{max(1, round(over / MIB))} MiB"
     raise ConfigError(
         f"batch={case.batch} needs {peak / GIB:.1f} GiB on the plan {case.plan.name}, "
-        f"{(peak - have) / GIB:.1f} GiB more than the {have / GIB:.1f} GiB of {spec.name}: {', '.join(ways)}"
+        f"{more} more than the {have / GIB:.1f} GiB of {spec.name}: {', '.join(ways)}"
     )

@@ -239,7 +239,7 @@ def doctor(preset: str = "hal-20m", *, precision: str | None = None) -> DoctorRe
     config = find_preset(preset)
     reading = read_driver(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     capability = None if reading is None else reading.capability
-    chosen = precision or best_precision(capability)
+    chosen = best_precision(capability) if precision is None else precision
     if chosen not in PRECISIONS:
         raise UnsupportedError(nearest(chosen, PRECISIONS, "precision"))
     if reading is not None and capability is not None and chosen in lacking(capability):

@@ -266,6 +266,9 @@ def preset_case(
     config = find_preset(preset)
     length = config.window.context if context is None else context
     decoder = replace(config.model.decoder, context=max(length, config.window.context))
+    parts = accumulation
+    if parts is None:
+        parts = config.accumulation if batch is None else 1
     if precision is None:
         precision = default_precision(spec)
     elif not measured:
@@ -277,7 +280,7 @@ def preset_case(
         context=length,
         precision=precision,  # type: ignore[arg-type]
         plan=default_plan(spec) if plan is None else check_plan(find_plan(plan), spec),
-        accumulation=accumulation or (config.accumulation if batch is None else 1),
+        accumulation=parts,
     )
 
 
@@ -310,12 +313,14 @@ def explain_preset(
             f"{spec.name} is not in the table of cards and was not measured; "
             f"run: ridgeline explain {config.preset} --measure"
         )
+    if precision is None and not spec.tflops:
+        precision = _best_measured(ceilings)
     case = preset_case(
         preset,
         spec,
         batch=batch,
         context=context,
-        precision=precision or (None if spec.tflops else _best_measured(ceilings)),
+        precision=precision,
         plan=plan,
         accumulation=accumulation,
         measured=not spec.tflops,

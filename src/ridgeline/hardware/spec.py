@@ -66,7 +66,7 @@ class DeviceSpec:
                 raise UnsupportedError(f"{number} products are never summed in fp16; use accumulate='fp32'")
         if number in self.tflops:
             return self.tflops[number] * TERA
-        have = ", ".join(self.tflops)
+        have = ", ".join(p for p in self.tflops if p in PRECISIONS)
         if self.capability is not None and number in lacking(self.capability):
             raise UnsupportedError(f"{self.name} has no {number}; choose a precision it has: {have}")
         raise UnsupportedError(f"no verified {number} peak is known for {self.name}; choose one of: {have}")
