@@ -160,16 +160,10 @@ def engine_step(
     Raises:
         UnsupportedError: it cannot run here; says why.
     """
-    own = own or engine.own
-    if not own and (world > 1 or optimizer.algorithm == "muon"):
-        if engine.compile not in (None, "default"):
-            what = f"an all-reduce over {world} processes" if world > 1 else "Muon"
-            raise UnsupportedError(
-                f"engine {engine.compile} captures graphs of its own, which have no place for {what}; use best, "
-                "compile+graph, graph, compile or eager"
-            )
+    if not (own or engine.own) and (world > 1 or optimizer.algorithm == "muon"):
+        _refuse_own_graphs(engine, f"an all-reduce over {world} processes" if world > 1 else "Muon")
         own, precision = True, f"{precision}-autocast" if precision in ("bf16", "fp16") else precision
-    if own:
+    if own or engine.own:
         return TrainStep(
             model,
             optimizer=optimizer,
@@ -191,6 +185,15 @@ def engine_step(
         accumulate=accumulate,
         seed=seed,
     )
+
+
+def _refuse_own_graphs(engine: Engine, what: str) -> None:
+    """Raise where the step engine cannot stand in for `engine`, whose graphs have no place for `what`."""
+    if engine.compile not in (None, "default"):
+        raise UnsupportedError(
+            f"engine {engine.compile} captures graphs of its own, which have no place for {what}; use best, "
+            "compile+graph, graph, compile or eager"
+        )
 
 
 def resident_batches(config: TrainConfig, step: Step, batches: Batches) -> ResidentBatches | None:

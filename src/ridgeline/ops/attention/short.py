@@ -219,6 +219,17 @@ def backward_block(blocks: int, D: int, relative: bool, dropout: bool) -> tuple[
     return (512 if relative else 384), smem
 
 
+def _sum_groups(
+    reduce: cuda.Module, heads: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], share: int, pitch: int
+) -> None:
+    """Each key head's gradients (of K and of V, both B T G D) from those of the `share` query heads that use it."""
+    B, T, G, D = sums[0].shape
+    total = B * T * G * D // 4
+    reduce.kernel("group_gradients", "PPPPiiiii", patient=True).launch(
+        (-(-total // 256), 2), 256, 0, (*heads, *sums, total, T, G, share, pitch)
+    )
+
+
 def backward(
     d_out_BTHD: Tensor,
     q_BTHD: Tensor,
@@ -258,8 +269,7 @@ def backward(
         "RL_COLUMN_SUMS": int(column_sums is not None),
     }
     blocks = defines["ROW_BLOCKS"]
-    module = cuda.load(_SOURCES / "backward.cu", defines)
-    kernel = module.kernel("attention_backward", _BACKWARD_KINDS, patient=True)
+    kernel = cuda.load(_SOURCES / "backward.cu", defines).kernel("attention_backward", _BACKWARD_KINDS, patient=True)
     kv_pitch = _pitch("dk", dk_BTGD)
     if _pitch("dv", dv_BTGD) != kv_pitch:
         raise UnsupportedError(f"dk and dv must have one row pitch, got {kv_pitch} and {_pitch('dv', dv_BTGD)}")
@@ -279,7 +289,4 @@ def backward(
             (d_table_RD.shape[0],), 256, 0, (table, d_table_RD, grid, 64 * blocks, T)
         )
     if grouping == 1:
-        total = B * T * G * D // 4
-        reduce.kernel("group_gradients", "PPPPiiiii", patient=True).launch(
-            (-(-total // 256), 2), 256, 0, (dk_heads, dv_heads, dk_BTGD, dv_BTGD, total, T, G, H // G, kv_pitch)
-        )
+        _sum_groups(reduce, (dk_heads, dv_heads), (dk_BTGD, dv_BTGD), H // G, kv_pitch)

@@ -46,6 +46,13 @@ def _torch_norm(x: Tensor, weight_C: Tensor, bias_C: Tensor | None, eps: float, 
     return out if bias_C is None else out + bias_C
 
 
+def _torch_dropout(x_BTC: Tensor, p: float, dropout: DropoutState, site: int) -> Tensor:
+    if p == 0:
+        return x_BTC
+    B, T, C = x_BTC.shape
+    return x_BTC * hidden_keep(dropout, site, (B, T, C), p, x_BTC.device) * quantise(p)[1]
+
+
 def norm(
     x: Tensor,
     weight_C: Tensor,
@@ -134,9 +141,7 @@ def residual_norm(
         )  # fmt: skip
     if impl == "torch":
         r_BTC = branch_BTC if branch_bias_C is None else branch_BTC + branch_bias_C
-        if dropout is not None and p > 0:
-            B, T, _ = branch_BTC.shape
-            r_BTC = r_BTC * hidden_keep(dropout, site, (B, T, C), p, branch_BTC.device) * quantise(p)[1]
+        r_BTC = r_BTC if dropout is None else _torch_dropout(r_BTC, p, dropout, site)
         r_BTC = r_BTC if residual_BTC is None else residual_BTC + r_BTC
         return r_BTC, _torch_norm(r_BTC, weight_C, bias_C, eps, kind)
     from ridgeline.ops.norm.function import ResidualNorm
