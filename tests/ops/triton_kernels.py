@@ -167,8 +167,6 @@ def embedding_cases() -> dict[str, Case]:
 
 
 def optimizer_cases() -> dict[str, Case]:
-    from ridgeline.ops.dropout.triton import dropout_kernel
-    from ridgeline.ops.inputs.triton import input_vector_kernel
     from ridgeline.ops.optimizer import triton as optimizer
     from ridgeline.ops.optimizer import triton_muon as muon
 
@@ -225,6 +223,14 @@ def optimizer_cases() -> dict[str, Case]:
             {"BLOCK": muon.BLOCK},
             Launch(rows=1, columns=muon.BLOCK, warps=muon.WARPS),
         ),
+    }
+
+
+def input_cases() -> dict[str, Case]:
+    from ridgeline.ops.dropout.triton import dropout_kernel
+    from ridgeline.ops.inputs.triton import input_vector_kernel
+
+    return {
         "input vector": Case(
             input_vector_kernel,
             pointers("i16 categories; fp32 numbers; u8 previous; bf16 tables out; i32 columns"),
@@ -314,6 +320,7 @@ def all_cases() -> dict[str, Case]:
         | cross_entropy_cases()
         | embedding_cases()
         | optimizer_cases()
+        | input_cases()
         | attention_cases()
         | window_cases()
     )
