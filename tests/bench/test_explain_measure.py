@@ -10,7 +10,7 @@ from rich.console import Console
 from ridgeline.bench.contenders import build_step, find_contender
 from ridgeline.bench.explain import explain, preset_case
 from ridgeline.bench.kernel_map import COPIES, UNMAPPED, KernelMap
-from ridgeline.bench.measure import MeasureResult, measure_preset, profile, tabulate
+from ridgeline.bench.measure import MeasuredRow, MeasureResult, measure_preset, profile, tabulate
 from ridgeline.bench.measure_view import render_measured
 from ridgeline.bench.timing import Timing
 from ridgeline.bench.trace import Kernel, occupation, read_trace
@@ -312,6 +312,17 @@ def test_a_narrow_terminal_cuts_no_name(width: int) -> None:
     assert all(row.name in words for row in result.rows)
     assert "…" not in text
     assert ("no room for" in text) == (width < 80)
+
+
+def test_ops_that_share_a_row_stand_below_each_other() -> None:
+    result = measured()
+    shared = "heads.down.input_gradient or heads.up.weight_gradient or heads.down.weight_gradient"
+    rows = (MeasuredRow(name=shared, phase="backward", seconds=678e-6, kernels=13, floor_s=684e-6),)
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render_measured(replace(result, rows=rows)))
+    text = console.export_text()
+    assert "no room for" not in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith(" or ")] == shared.split(" or ")[1:]
 
 
 def test_a_floor_above_what_was_measured_is_no_share() -> None:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ridgeline.bench.explain_view import amount, micros
 from ridgeline.bench.fitted import FittedTable, notes
+from ridgeline.bench.kernel_map import EITHER
 from ridgeline.bench.measure import LISTED, MeasureResult
 from ridgeline.hardware.spec import GIB
 
@@ -33,14 +34,15 @@ def _rows(result: MeasureResult) -> FittedTable:
             mine = [r for r in result.rows if r.phase == phase]
             seconds, floor = sum(r.seconds for r in mine), sum(r.floor_s or 0 for r in mine)
             share, kernels = f"{seconds / total:.0%}", f"{sum(r.kernels for r in mine):.0f}"
-            name = phase or "phase not told"
-            rows.append(((name, micros(seconds), share, micros(floor), _share(floor, seconds), kernels), True))
+            title = phase or "phase not told"
+            rows.append(((title, micros(seconds), share, micros(floor), _share(floor, seconds), kernels), True))
+        name = f"  {row.name}".replace(EITHER, f"\n{EITHER}")  # ops that share a row, each on its line
         floor_us = "–" if row.floor_s is None else micros(row.floor_s)
         if row.seconds == 0:  # its work rides in another op's kernels
-            rows.append(((f"  {row.name}", "–", "–", floor_us, "–", "–"), False))
+            rows.append(((name, "–", "–", floor_us, "–", "–"), False))
             continue
         share, kernels = f"{row.seconds / total:.1%}", f"{row.kernels:.0f}"
-        cells = (f"  {row.name}", micros(row.seconds), share, floor_us, _share(row.floor_s, row.seconds), kernels)
+        cells = (name, micros(row.seconds), share, floor_us, _share(row.floor_s, row.seconds), kernels)
         rows.append((cells, False))
     return FittedTable(
         headers=("op", "measured µs", "share", "floor µs", "floor /\nmeasured", "kernels"),
