@@ -203,7 +203,7 @@ def test_ptxas_is_asked_for_its_version(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("capability", "precision"), [(None, "fp32"), ((6, 1), "fp32"), ((7, 5), "fp16"), ((9, 0), "bf16")]
+    ("capability", "precision"), [(None, "fp32"), ((6, 1), "fp32"), ((7, 5), "fp32"), ((9, 0), "bf16")]
 )
 def test_the_precision_that_training_takes_by_itself(capability: tuple[int, int] | None, precision: str) -> None:
     assert best_precision(capability) == precision
@@ -216,12 +216,15 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
         doctor("fast-c256", precision="bf61")
     with pytest.raises(UnsupportedError, match="unknown precision ''"):
         doctor("fast-c256", precision="")
+    monkeypatch.setattr(doctoring, "read_driver", lambda index=0: None)
+    with pytest.raises(UnsupportedError, match="the CPU has no tf32; use --precision fp32"):
+        doctor("fast-c256", precision="tf32")
     turing = doctoring.DriverReading(
         name="Tesla T4", capability=(7, 5), sm_count=40, memory_bytes=2**34, l2_bytes=2**22,
         shared_per_sm=2**16, shared_per_block=2**16,
     )  # fmt: skip
     monkeypatch.setattr(doctoring, "read_driver", lambda index=0: turing)
-    with pytest.raises(UnsupportedError, match="Tesla T4 has no bf16; use --precision fp16"):
+    with pytest.raises(UnsupportedError, match="Tesla T4 has no bf16; use --precision fp16 or fp32"):
         doctor("fast-c256", precision="bf16")
 
 

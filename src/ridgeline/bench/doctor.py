@@ -219,11 +219,8 @@ def _nvrtc() -> str | None:
 
 
 def best_precision(capability: tuple[int, int] | None) -> str:
-    """The precision that training takes by itself: bf16 where the card has it, else fp16, else fp32."""
-    if capability is None:
-        return "fp32"
-    missing = lacking(capability)
-    return next((p for p in ("bf16", "fp16") if p not in missing), "fp32")
+    """The precision that training takes by itself: bf16 where the card has it, else fp32."""
+    return "fp32" if capability is None or "bf16" in lacking(capability) else "bf16"
 
 
 def doctor(preset: str = "hal-20m", *, precision: str | None = None) -> DoctorResult:
@@ -242,8 +239,11 @@ def doctor(preset: str = "hal-20m", *, precision: str | None = None) -> DoctorRe
     chosen = best_precision(capability) if precision is None else precision
     if chosen not in PRECISIONS:
         raise UnsupportedError(nearest(chosen, PRECISIONS, "precision"))
+    if reading is None and chosen == "tf32":
+        raise UnsupportedError("the CPU has no tf32; use --precision fp32")
     if reading is not None and capability is not None and chosen in lacking(capability):
-        raise UnsupportedError(f"{reading.name} has no {chosen}; use --precision {best_precision(capability)}")
+        have = " or ".join(p for p in ("bf16", "fp16", "fp32") if p not in lacking(capability))
+        raise UnsupportedError(f"{reading.name} has no {chosen}; use --precision {have}")
     device = torch.device("cpu") if reading is None else torch.device("cuda", torch.cuda.current_device())
     dtype, T = _DTYPES[chosen], config.window.context
     found = versions(monitor(device))

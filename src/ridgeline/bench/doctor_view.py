@@ -32,7 +32,7 @@ def _ops(result: DoctorResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.title = f"ops of {result.preset} in {result.precision}"
     for header in ("op", "uses", "and not"):
-        table.add_column(header)
+        table.add_column(header, overflow="fold")
     for choice in result.ops:
         others = [f"{impl}: {reason}" for impl, reason in choice.others.items()]
         table.add_row(choice.op, choice.uses, "\n".join(others))
@@ -42,7 +42,7 @@ def _ops(result: DoctorResult) -> Table:
 def _sdpa(result: DoctorResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="attention through PyTorch", title_justify="left")
     for header in ("call", "backend", "scores in memory", "refused by"):
-        table.add_column(header)
+        table.add_column(header, overflow="fold")
     for answer in result.sdpa:
         held = f"{answer.score_bytes / MIB:.2f} MiB a window and layer" if answer.score_bytes else "no"
         refused = [f"{backend}: {reason}" for backend, reason in answer.refused.items()]
