@@ -282,6 +282,7 @@ def test_json_record_and_table() -> None:
     assert values["seconds"] == pytest.approx(0.0744)
     assert values["floor_share"] == pytest.approx(result.explained.floor_s / 0.0744)
     assert values["mfu"] == pytest.approx(16.2e12 / 0.0744 / 989.4e12, rel=0.01)
+    assert values["bytes_per_s"] == pytest.approx(result.explained.cost.bytes / 0.0744)
     assert values["profiled"]["longest_gap_s"] == pytest.approx(1e-3)
     assert values["profiled"]["idle_s"] == pytest.approx(0.5e-3)
     record = result.to_record()
@@ -299,6 +300,7 @@ def test_json_record_and_table() -> None:
     text = console.export_text()
     assert "stranger_2" in text
     assert "phase not told" in text
+    assert "MFU 22.0%, 1.03 TB/s; its floor" in text
     assert "unmapped" in text
 
 

@@ -95,6 +95,11 @@ class MeasureResult:
         )
 
     @property
+    def bytes_per_s(self) -> float:
+        """The step's fewest bytes a second; part of them may never have left the cache."""
+        return self.explained.cost.bytes / self.seconds
+
+    @property
     def phases_s(self) -> dict[str, float]:
         """Kernel seconds of a step by phase, where the trace tells it."""
         return {p: sum(row.seconds for row in self.rows if row.phase == p) for p in PHASES}
@@ -108,6 +113,7 @@ class MeasureResult:
             "spread": self.timing.spread,
             "floor_share": self.explained.floor_s / self.seconds,
             "mfu": self.mfu if self.explained.spec.tflops else None,
+            "bytes_per_s": self.bytes_per_s,
             "peak_memory_bytes": self.peak_bytes,
             "phases_s": self.phases_s,
             "profiled": {

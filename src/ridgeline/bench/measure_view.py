@@ -62,7 +62,7 @@ def render_measured(result: MeasureResult) -> RenderableType:
     )
     lines = [
         f"step     {micros(seconds)} µs (spread {result.timing.spread:.1%}): {amount(case.tokens / seconds)} tokens/s"
-        f"{known}; its floor is {micros(floor)} µs, {floor / seconds:.0%} of it; "
+        f"{known}, {amount(result.bytes_per_s, 'B/s')}; its floor is {micros(floor)} µs, {floor / seconds:.0%} of it; "
         f"memory {result.peak_bytes / GIB:.2f} GiB",
         f"profile  {micros(used.elapsed / steps / 1e6)} µs a step, of which {micros(used.idle / steps / 1e6)} µs "
         f"between kernels (longest gap {used.gaps[0] if used.gaps else 0:.0f} µs); {used.kernels / steps:.0f} kernels "
@@ -72,9 +72,9 @@ def render_measured(result: MeasureResult) -> RenderableType:
     if result.unmapped:
         lines.append(f"unmapped {micros(lost)} µs a step:")
         lines += [f"         {micros(seconds)} µs  {name[:100]}" for name, seconds in result.unmapped[:LISTED]]
-    beyond = any(_share(row.floor_s, row.seconds) == BEYOND for row in result.rows)
-    if beyond:
+    table = _rows(result)
+    if any(BEYOND in cells for cells, _ in table.rows):
         lines.append(
             f"{BEYOND}   part of that op's work is in another op's kernels, or its tensors stayed in the cache"
         )
-    return Group(heading, Text(""), _rows(result), Text(""), notes(lines, LABEL))
+    return Group(heading, Text(""), table, Text(""), notes(lines, LABEL))
