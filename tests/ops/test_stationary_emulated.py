@@ -10,20 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+from ops.product_cases import aligned, dropping, expected, form_of, scheduled, source
 from ridgeline.ops.linear import stationary
-from ridgeline.ops.linear.gemm import Form, divide
-
-SOURCE = """#include "stationary_sm90.cu"
-extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segments, const rl::u16* bias,
-                           float* partials, const rl::i64* seed_step, const int* n, float scale, int grid, int random,
-                           int late) {
-  return emulation::launch(grid, 384, random, late, [=] {
-    stationary(m[0], m[1], m[2], m[3], m[4], reinterpret_cast<const int4*>(schedule), segments, bias, partials,
-               seed_step, n[0], n[1], n[2], scale, n[3], n[4]);
-  }, CLUSTER);
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -52,55 +40,29 @@ CASES = [
 ]
 
 
-SITE, FIRST_SAMPLE, P = 3, 5, 0.3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}")
 def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     torch.manual_seed(case.seed)
     M, N, K = case.M, case.N, case.K
-    normal = lambda rows, width: torch.randn(rows, -(-width // 8) * 8).bfloat16()[:, :width]  # noqa: E731
-    a, b, c = normal(M, K), normal(K, N) if case.transposed_b else normal(N, K), normal(M, N)
-    bias, biased = torch.randn(N).bfloat16(), case.epilogue in ("bias", "gelu", "residual")
-    out, pre = (normal(M, N).fill_(float("nan")) for _ in range(2))
-    form = Form(
-        transposed_b=case.transposed_b,
-        bias=biased,
-        gelu="exact" if case.epilogue == "gelu" else None,
-        pre=case.epilogue == "gelu",
-        residual=case.epilogue == "residual",
-        dropout=case.epilogue == "residual",
-        derivative=case.epilogue == "derivative",
-    )
-    macros = stationary.defines(K, form, case.cluster)
-    work, slots = divide(-(-M // stationary.TILE), -(-N // (stationary.COLUMNS * case.cluster)), case.units)
-    longest = max(map(len, work)) + 1
-    schedule = torch.tensor([[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work], dtype=torch.int32)
+    form = form_of(case.epilogue, case.transposed_b)
+    a, b, c = aligned(M, K), aligned(K, N) if case.transposed_b else aligned(N, K), aligned(M, N)
+    bias = torch.randn(N).bfloat16()
+    out, pre = (aligned(M, N).fill_(float("nan")) for _ in range(2))
+    schedule, slots = scheduled(-(-M // stationary.TILE), -(-N // (stationary.COLUMNS * case.cluster)), case.units)
     sums = torch.zeros(slots, N)
-    pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
     maps = emulation.maps((a, (64 // case.cluster, 64)), *((x, (64, 64)) for x in (b, c, out, pre)))
-    threshold, scale = quantise(P)
-    numbers = (ctypes.c_int * 5)(N, SITE, threshold, M // 2, FIRST_SAMPLE)
-    seed_step = torch.tensor([77, 9])
-    fault = emulation.compile(SOURCE, macros, stationary.SOURCE.parent)(
-        ctypes.byref(maps), pointer(schedule), longest, pointer(bias), pointer(sums), pointer(seed_step),
-        numbers, ctypes.c_float(scale), len(work) * case.cluster, case.seed, int(case.late),
+    seed_step, numbers, scale = dropping(M, N)
+    pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
+    macros = stationary.defines(K, form, case.cluster)
+    fault = emulation.compile(source("stationary", ", CLUSTER"), macros, stationary.SOURCE.parent)(
+        ctypes.byref(maps), pointer(schedule), schedule.shape[1], pointer(bias), pointer(sums), pointer(seed_step),
+        numbers, scale, len(schedule) * case.cluster, case.seed, int(case.late),
     )  # fmt: skip
     assert fault is None
-    expected = a.double() @ (b.double() if case.transposed_b else b.double().t())
-    if biased:
-        expected = expected + bias.double()
-    if case.epilogue == "gelu":
-        assert (pre.double() - expected).norm() <= 2e-3 * expected.norm()
-        expected = torch.nn.functional.gelu(expected)
-    elif case.epilogue == "residual":
-        state = DropoutState(seed_step, FIRST_SAMPLE)
-        keep = hidden_keep(state, SITE, (2, M // 2, N), P, torch.device("cpu")).view(M, N)
-        expected = c.double() + expected * keep * scale
-    elif case.epilogue == "derivative":
-        u = c.double().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(u).sum(), u)
-        expected = expected * slope
-        assert (sums.double().sum(0) - expected.sum(0)).norm() <= 1e-3 * expected.sum(0).norm()
-    assert (out.double() - expected).norm() <= 2e-3 * expected.norm()
+    right, product = expected(form, a, b, bias, c)
+    assert (out.double() - right).norm() <= 2e-3 * right.norm()
+    if form.pre:
+        assert (pre.double() - product).norm() <= 2e-3 * product.norm()
+    if form.derivative:
+        assert (sums.double().sum(0) - right.sum(0)).norm() <= 1e-3 * right.sum(0).norm()

@@ -1,0 +1,77 @@
+"""What the emulation asks of both Hopper products: random operands, the division of the work, the result in float64."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+from ridgeline.ops.linear.gemm import Form, divide
+
+SITE, FIRST_SAMPLE, P = 3, 5, 0.3
+SEED_STEP = (77, 9)
+
+
+def source(kernel: str, grid: str = "") -> str:
+    """A host program around the kernel of that name and its file; `grid` are more arguments of the launch."""
+    return f"""#include "{kernel}_sm90.cu"
+extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segments, const rl::u16* bias,
+                           float* partials, const rl::i64* seed_step, const int* n, float scale, int grid, int random,
+                           int late) {{
+  return emulation::launch(grid, 384, random, late, [=] {{
+    {kernel}(m[0], m[1], m[2], m[3], m[4], reinterpret_cast<const int4*>(schedule), segments, bias, partials, seed_step,
+         n[0], n[1], n[2], scale, n[3], n[4]);
+  }}{grid});
+}}
+"""
+
+
+def aligned(rows: int, width: int) -> Tensor:
+    """Random bf16 whose rows start at multiples of 16 bytes."""
+    return torch.randn(rows, -(-width // 8) * 8).bfloat16()[:, :width]
+
+
+def form_of(epilogue: str, transposed_b: bool) -> Form:
+    """The form of an epilogue: plain, bias, gelu (with its input stored), residual (with dropout), derivative."""
+    return Form(
+        transposed_b=transposed_b,
+        bias=epilogue in ("bias", "gelu", "residual"),
+        gelu="exact" if epilogue == "gelu" else None,
+        pre=epilogue == "gelu",
+        residual=epilogue == "residual",
+        dropout=epilogue == "residual",
+        derivative=epilogue == "derivative",
+    )
+
+
+def scheduled(row_tiles: int, columns: int, units: int) -> tuple[Tensor, int]:
+    """The schedule [blocks, segments, 4] of a division, and its rows of partial sums."""
+    work, slots = divide(row_tiles, columns, units)
+    longest = max(map(len, work)) + 1
+    table = [[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work]
+    return torch.tensor(table, dtype=torch.int32), slots
+
+
+def dropping(M: int, N: int) -> tuple[Tensor, ctypes.Array[ctypes.c_int], ctypes.c_float]:
+    """Seed and step, the kernel's numbers and its scale for two samples of M / 2 rows."""
+    threshold, scale = quantise(P)
+    return torch.tensor(SEED_STEP), (ctypes.c_int * 5)(N, SITE, threshold, M // 2, FIRST_SAMPLE), ctypes.c_float(scale)
+
+
+def expected(form: Form, a_MK: Tensor, b: Tensor, bias_N: Tensor, c_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """The result in float64, and the product with its bias."""
+    M, N = c_MN.shape
+    product = a_MK.double() @ (b.double() if form.transposed_b else b.double().t())
+    if form.bias:
+        product = product + bias_N.double()
+    if form.gelu:
+        return torch.nn.functional.gelu(product), product
+    if form.residual:
+        state = DropoutState(torch.tensor(SEED_STEP), FIRST_SAMPLE)
+        keep = hidden_keep(state, SITE, (2, M // 2, N), P, torch.device("cpu")).view(M, N)
+        return c_MN.double() + product * keep * quantise(P)[1], product
+    if form.derivative:
+        u = c_MN.double().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(u).sum(), u)
+        return product * slope, product
+    return product, product
