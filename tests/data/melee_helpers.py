@@ -64,6 +64,18 @@ def changed_character(part):
     return part
 
 
+def damaged(offset, value, event=POST):
+    """One value of the first player at frame 7 is another."""
+    content = np.array([value], value.dtype.newbyteorder(">")).tobytes()
+
+    def change(part):
+        if part[0] == event and part[5] == 0 and int.from_bytes(part[1:5], "big", signed=True) == 7:
+            return part[:offset] + content + part[offset + len(content) :]
+        return part
+
+    return change
+
+
 def without_frame(part):
     """Frame 7 is missing."""
     framed = part[0] in (0x37, 0x38, 0x3A, 0x3B, 0x3C)

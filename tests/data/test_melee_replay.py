@@ -142,6 +142,14 @@ def test_a_panic_of_the_parser_is_a_refusal(tmp_path, capfd):
         ({"events": replays.shifted_frames}, "begins at frame 69877 instead of -123: training"),
         ({"events": replays.changed_character}, "changes character"),
         ({"events": replays.without_frame}, "frames are missing in between"),
+        ({"events": replays.damaged(0x0A, np.float32(4e18))}, r"damaged: x goes from .* to 4e\+18"),
+        ({"events": replays.damaged(0x0E, np.float32("nan"))}, "a value is no number"),
+        ({"events": replays.damaged(0x16, np.float32("inf"))}, "a value is no number"),
+        ({"events": replays.damaged(0x1A, np.float32(-1e9))}, "damaged: shield goes from -1e"),
+        ({"events": replays.damaged(0x21, np.uint8(132))}, "damaged: stocks goes from 4 to 132"),
+        ({"events": replays.damaged(0x32, np.uint8(130))}, "damaged: jumps goes from . to 130"),
+        ({"events": replays.damaged(0x19, np.float32("nan"), event=replays.PRE)}, "a value is no number"),
+        ({"events": lambda part: part[:7] + b"\x1d" + part[8:] if part[0] == 0x38 else part}, "damaged: character"),
     ],
 )
 def test_games_of_another_kind_are_refused(tmp_path, change, reason):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,6 +72,33 @@ def test_every_frame_comes_and_every_input_arrives(tmp_path, count):
 
 
 @needs_replays
+def test_files_of_the_folder_that_one_is_in(tmp_path, monkeypatch):
+    """A name without a folder is a file here, not a program of the system's."""
+    loopback.install(tmp_path / "dolphin")
+    (tmp_path / "game.iso").write_bytes(replays.SHORT.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    game = Console(Match(dolphin=Path("dolphin"), iso=Path("game.iso")))
+    try:
+        assert game.receive(60.0) is not None
+    finally:
+        game.close()
+
+
+@needs_replays
+def test_nothing_is_left_when_the_caller_is_killed(tmp_path):
+    """What a console's process does when its caller goes without a word."""
+    game = Console(match(tmp_path))
+    try:
+        assert game.receive(60.0) is not None
+        game._pipe.close()
+        game._process.join(30.0)
+        assert not game._process.is_alive()
+        assert not game.home.exists()
+    finally:
+        game.close()
+
+
+@needs_replays
 def test_a_stall_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(console_module, "FRAME_SECONDS", 2.0)
     game = Console(match(tmp_path, stall=-100))
@@ -110,7 +138,8 @@ def receive_all(game, seconds):
 def test_a_dolphin_that_is_none(tmp_path):
     fake = tmp_path / "dolphin"
     for script, words in (
-        ("#!/bin/sh\nexit 7\n", "is no Dolphin that libmelee knows"),
+        ("#!/bin/sh\nexit 7\n", r"is no Dolphin that libmelee knows \(\w"),
+        ("#!/bin/sh\necho Something else 1.0\n", r"is no Dolphin that libmelee knows \(\w"),
         (TRUE_TO_ITS_VERSION, "exit code 9"),
     ):
         fake.write_text(script)
@@ -135,6 +164,8 @@ def test_what_cannot_be_played(tmp_path):
         dataclasses.replace(whole, dolphin=replays.CPU)
     with pytest.raises(ConfigError, match="did you mean FALCO"):
         dataclasses.replace(whole, opponent="FALCON")
+    with pytest.raises(ConfigError, match="unknown character 'NANA'"):
+        dataclasses.replace(whole, character="NANA")
     with pytest.raises(ConfigError, match="unknown stage"):
         dataclasses.replace(whole, stage="HYRULE")
     with pytest.raises(ConfigError, match="opponent_level must be 1 to 9, got 0"):

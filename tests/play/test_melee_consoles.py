@@ -153,6 +153,11 @@ def test_what_cannot_be_asked_for(tmp_path, capsys):
     assert "games must be at least 1" in refused(*dolphin, "--games", 0)
     assert "consoles must be at least 1" in refused(*dolphin, "--consoles", 0)
     assert "temperature must be 0 or more" in refused(*dolphin, "--temperature", -1)
+    for seed in (-1, 2**63):
+        assert "seed must be in [0, 2^63)" in refused(*dolphin, "--seed", seed)
+    assert "--games means nothing with --serve" in refused("--serve", "umi", "--games", 3)
+    assert "--opponent-level means nothing with --serve" in refused("--serve", "umi", "--opponent-level", 3)
+    assert "--iso means nothing with --serve" in refused("--serve", "umi", "--iso", file)
     assert "Melee is played on a console: give --game melee" in refused()
     assert "Melee is played on a console: give --game melee" in refused("--level", 1)
     match = Match(dolphin=sys.executable and file.__class__(sys.executable), iso=file)

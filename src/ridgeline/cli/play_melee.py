@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ MEANS = {
     "taken": "damage taken a game, %",
 }
 SERVED = ("umi",)
+MATCHES_ALONE = ("iso", "dolphin", "games", "opponent_level", "opponent", "stage", "consoles", "seed", "cache")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +88,11 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--game is for melee, got {options.game!r}; for any other game leave it out")
     if options.serve not in (None, *SERVED):
         raise ConfigError(nearest(str(options.serve), SERVED, "protocol"))
-    cache = "none" if options.serve else options.cache
     if options.serve:
-        _serve(options, _player(options, cache))
+        _check_served(options)
+        _serve(options, _player(options, "none"))
         return 0
-    result = _play(options, cache)
+    result = _play(options)
     if options.json:
         print(json.dumps(result))
     elif result["games"]:
@@ -121,7 +122,7 @@ def table(result: Mapping[str, Any]) -> Table:
     return made
 
 
-def _play(options: Options, cache: str) -> dict[str, Any]:
+def _play(options: Options) -> dict[str, Any]:
     from ridgeline.games.melee.console import Match
     from ridgeline.play.consoles import play_matches
 
@@ -136,7 +137,7 @@ def _play(options: Options, cache: str) -> dict[str, Any]:
         level=options.opponent_level,
         stage=options.stage.upper(),
     )
-    player = _player(options, cache)
+    player = _player(options, options.cache)
     done = 0
     with bar() as progress:
         count = counter(progress, "playing")
@@ -156,6 +157,14 @@ def _play(options: Options, cache: str) -> dict[str, Any]:
             seed=options.seed,
             on_game=on_game,
         ).summary()
+
+
+def _check_served(options: Options) -> None:
+    """Refuse options that are the arena's matter."""
+    usual = {field.name: field.default for field in fields(Options)}
+    for name in MATCHES_ALONE:
+        if getattr(options, name) != usual[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing with --serve; leave it out")
 
 
 def _serve(options: Options, player: Player) -> None:

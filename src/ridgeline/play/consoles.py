@@ -106,7 +106,7 @@ def play_matches(
         on_game: called whenever a match has ended or failed.
 
     Raises:
-        ConfigError: no games, no consoles, or a temperature that cannot be.
+        ConfigError: no games, no consoles, or a temperature or seed that cannot be.
         DataError: a policy for another game.
     """
     check_games(games, 0)
@@ -114,6 +114,8 @@ def play_matches(
         raise ConfigError(f"consoles must be at least 1, got {consoles}")
     if not 0 <= temperature < float("inf"):
         raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be in [0, 2^63), got {seed}")
     encoding = encoding_of(player.features)
     generator = torch.Generator(player.device).manual_seed(seed)
     begun = time.perf_counter()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ridgeline.errors import require
 from ridgeline.games.melee.frames import (
+    CHARACTERS,
     FIRST_FRAME,
     FRAME,
     STAGES,
@@ -40,6 +41,15 @@ Version = tuple[int, int, int]
 OLDEST: Version = (2, 1, 0)  # the first with jumps, ground and invulnerability
 SLIPPI_BUTTONS = ((0x0100, A), (0x0200, B), (0x0400, X), (0x0800, Y), (0x0010, Z), (0x0040, L), (0x0020, R))
 SLIPPI_STAGES = {2: 8, 3: 18, 8: 6, 28: 26, 31: 24, 32: 25}  # the file's number → the internal one
+# far beyond what the game makes of them (positions end at the blast zones): such a value is damage
+PLAUSIBLE = {
+    "x": (-1000, 1000),
+    "y": (-1000, 1000),
+    "shield": (-60, 120),
+    "character": (0, len(CHARACTERS) - 1),
+    "stocks": (0, 99),
+    "jumps": (0, 9),
+}
 SAME_GAME = 600  # frames (ten seconds) by which two recordings of one game are recognised
 
 
@@ -152,7 +162,10 @@ def to_frames(game: Any, rows: NDArray[np.int64]) -> Frames:
 def _column(array: Any, rows: NDArray[np.int64]) -> NDArray[Any]:
     if array.null_count:
         raise RefusedError("a player is missing from some frames")
-    return array.to_numpy()[rows]
+    values = array.to_numpy()[rows]
+    if not np.isfinite(values).all():
+        raise RefusedError("damaged: a value is no number in some frames")
+    return values
 
 
 def _check_start(game: Any, oldest: Version) -> None:
@@ -181,9 +194,10 @@ def _check_frames(frames: Frames) -> None:
     characters = frames["players"]["character"]
     if (characters != characters[0]).any():
         raise RefusedError("a player changes character (Zelda and Sheik)")
-    for name in ("x", "y", "shield"):
-        if not np.isfinite(frames["players"][name]).all():
-            raise RefusedError(f"{name} is no number in some frames")
+    for name, (least, most) in PLAUSIBLE.items():
+        values = frames["players"][name]
+        if values.min() < least or values.max() > most:
+            raise RefusedError(f"damaged: {name} goes from {values.min():g} to {values.max():g}")
 
 
 def _digest(frames: Frames, seed: int) -> str:

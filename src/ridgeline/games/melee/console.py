@@ -63,7 +63,8 @@ class Match:
                 raise ConfigError(f"there is no file {getattr(self, name)}; give --{name} a file")
         if not os.access(self.dolphin, os.X_OK):
             raise ConfigError(f"{self.dolphin} is not executable; give --dolphin Slippi's Dolphin")
-        for name, known in (("character", CHARACTERS), ("opponent", CHARACTERS), ("stage", STAGES)):
+        playable = CHARACTERS.keys() - {"NANA"}  # who comes with Popo
+        for name, known in (("character", playable), ("opponent", playable), ("stage", STAGES.keys())):
             if getattr(self, name) not in known:
                 raise ConfigError(nearest(getattr(self, name), known, name))
         if not 1 <= self.level <= 9:
@@ -155,6 +156,8 @@ def _serve(pipe: Connection, match: Match, port: int, home: Path) -> None:
             raise
         except Exception as error:
             pipe.send(f"{type(error).__name__}: {error}")
+        finally:
+            shutil.rmtree(home, ignore_errors=True)  # the caller may have been killed
 
 
 class _ConsoleError(Exception):
@@ -166,14 +169,17 @@ def _dolphin(match: Match, port: int) -> Iterator[tuple[Any, dict[int, Any]]]:
     """A running Dolphin with both controllers connected."""
     melee = require("melee", "melee")
     try:
-        console = melee.Console(path=str(match.dolphin), slippi_port=port, **_headless(match.dolphin))
+        # a bare name would be looked for where the system keeps its programs
+        dolphin = match.dolphin.absolute()
+        console = melee.Console(path=str(dolphin), slippi_port=port, **_headless(dolphin))
     except Exception as error:  # libmelee asserts, raises ValueError, RuntimeError and the system's own
-        raise _ConsoleError(f"{match.dolphin} is no Dolphin that libmelee knows ({error})") from error
+        why = str(error) or type(error).__name__
+        raise _ConsoleError(f"{match.dolphin} is no Dolphin that libmelee knows ({why})") from error
     reached = False
     try:
         controllers = {port: melee.Controller(console=console, port=port) for port in (OWN_PORT, OTHER_PORT)}
         nogui = "nogui" in match.dolphin.name.lower()
-        console.run(iso_path=str(match.iso), platform="headless" if nogui else None)
+        console.run(iso_path=str(match.iso.absolute()), platform="headless" if nogui else None)
         for controller in controllers.values():
             _plug_in(console, controller)
         reached = console.connect()
