@@ -374,6 +374,6 @@ def test_a_changed_seed_makes_another_game(tmp_path):
 def test_names_that_are_no_text(tmp_path, capsys):
     for seed in range(2):
         (tmp_path / f"{seed}.slp").write_bytes(Recording.read(replays.SHORT).reseeded(seed))
-    Path(os.fsdecode(os.fsencode(tmp_path / "x") + b"\xff.slp")).write_bytes(b"no replay")
+    shutil.copy(replays.CPU, Path(os.fsdecode(os.fsencode(tmp_path / "x") + b"\xff.slp")))
     assert main(["data", "melee", str(tmp_path), "-o", str(tmp_path / "out")]) == 0
-    assert "x?.slp: cut off, damaged" in capsys.readouterr().err.replace("\n", "")
+    assert "x?.slp: its name is no UTF-8 text: rename it" in capsys.readouterr().err.replace("\n", "")

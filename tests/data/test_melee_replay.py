@@ -108,6 +108,8 @@ def test_too_short_a_game_gives_no_window_and_says_so():
 def test_damaged_and_foreign_files_are_refused(tmp_path):
     with pytest.raises(RefusedError, match="cut off, damaged or no Slippi replay"):
         read_replay(replays.TRUNCATED)
+    with pytest.raises(RefusedError, match=r"cannot be read \(No such file or directory\)"):
+        read_replay(tmp_path / "gone.slp")
     whole = replays.SHORT.read_bytes()
     for content in (b"", b"hello", whole[: len(whole) // 2], whole[:-1000], b"\x7fELF" + whole):
         with pytest.raises(RefusedError):

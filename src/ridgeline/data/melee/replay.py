@@ -114,6 +114,13 @@ def parse(file: Path) -> Any:
     """
     peppi = require("peppi_py", "melee")
     try:
+        str(file).encode()  # the parser takes no other names
+        file.open("rb").close()
+    except UnicodeEncodeError:
+        raise RefusedError("its name is no UTF-8 text: rename it") from None
+    except OSError as error:
+        raise RefusedError(f"cannot be read ({error.strerror})") from None
+    try:
         with _quiet():
             return peppi.read_slippi(str(file))
     except (KeyboardInterrupt, SystemExit, MemoryError):

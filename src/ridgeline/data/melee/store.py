@@ -186,9 +186,9 @@ class Store:
         _write(self._files[JOURNAL], np.frombuffer(lines.encode(), np.uint8))
 
     def _cannot(self, error: OSError) -> DataError:
+        where = error.filename or self.folder
         return DataError(
-            f"cannot write {self.folder}: {error.strerror}; once that is mended, the same command goes on where it "
-            "stopped"
+            f"cannot write {where}: {error.strerror}; once that is mended, the same command goes on where it stopped"
         )
 
 

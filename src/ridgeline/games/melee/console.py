@@ -84,7 +84,7 @@ class Console:
 
     def __init__(self, match: Match, number: int = 0) -> None:
         self.number = number
-        self._fails = False
+        self._hangs = False
         self.home = Path(tempfile.mkdtemp(prefix="ridgeline-console-"))  # Dolphin's settings and pipes
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -108,9 +108,9 @@ class Console:
         Raises:
             WorkerError: the console hangs, crashed or cannot be used.
         """
-        self._fails = True
         try:
             if not self._pipe.poll(seconds):
+                self._hangs = True
                 raise WorkerError(f"console {self.number} gave no frame within {seconds:.0f} s")
             content = self._pipe.recv()
         except (EOFError, OSError) as error:
@@ -118,13 +118,12 @@ class Console:
             raise WorkerError(f"the process of console {self.number} died ({self._process.exitcode})") from error
         if isinstance(content, str):
             raise WorkerError(f"console {self.number}: {content}")
-        self._fails = False
         return content
 
     def close(self) -> None:
         """End it, and all that it started."""
         self._pipe.close()  # upon which it ends by itself, unless it hangs
-        self._process.join(0.0 if self._fails else GOODBYE_SECONDS)
+        self._process.join(0.0 if self._hangs else GOODBYE_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             assert self._process.pid is not None
             os.killpg(self._process.pid, signal.SIGKILL)
