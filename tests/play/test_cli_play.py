@@ -40,6 +40,9 @@ def test_a_picture_is_of_the_game_that_is_judged(capsys, trained, tmp_path):
         (["--games", 2_000_000_000], "games must be at most 10000, got 2000000000"),
         (["--cache", "rolling"], "learned positions end with the context"),
         (["--keep", "."], "cannot be read"),
+        (["--keep", "nowhere/games.jsonl"], "cannot write nowhere/games.jsonl"),
+        (["--picture", "game.png", "--keep", "games.jsonl"], "leave --keep and --processes out"),
+        (["--watch", "--processes", 2], "leave --keep and --processes out"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(capsys, trained, options, sentence):

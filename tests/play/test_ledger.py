@@ -27,5 +27,5 @@ def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
             Ledger(file)
     with pytest.raises(RidgelineError, match="cannot be read"):
         Ledger(tmp_path)
-    with pytest.raises(RidgelineError, match="cannot write"):
-        Ledger(tmp_path / "nowhere" / "games.jsonl").add({}, one)
+    with pytest.raises(RidgelineError, match="cannot write"):  # before a game is played for it
+        Ledger(tmp_path / "nowhere" / "games.jsonl")

@@ -131,7 +131,8 @@ def test_the_terminal_is_left_as_it_was():
 def test_what_cannot_be_shown_says_why(player, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"--picture game\.png"):
         show(sights([]), io.StringIO(), lambda: os.terminal_size((80, 24)))
-    for file, words in (("game.gif", "animated PNG"), ("no/game.png", "there is no folder")):
+    for file, words in (("game.gif", "animated PNG"), ("no/game.png", "there is no folder"), ("f.png", "is a folder")):
+        (tmp_path / "f.png").mkdir(exist_ok=True)
         with pytest.raises(ConfigError, match=words):
             write_picture(sights([]), tmp_path / file)
     many = np.stack(np.broadcast_arrays(*np.ogrid[:17, :17], 0), axis=-1)

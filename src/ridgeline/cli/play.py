@@ -100,6 +100,8 @@ def _watch(options: Options) -> Evaluation:
     """One game, to be seen."""
     if options.games not in (None, 1) or (options.watch and options.picture):
         raise ConfigError("one game is watched, in one place: leave --games out, and --watch or --picture")
+    if options.keep or options.processes is not None:
+        raise ConfigError("a game that is watched is not kept and takes one process; leave --keep and --processes out")
     check_games(1, options.first_seed)
     player = load_player(options.checkpoint, options.device, options.cache)
     check_level(player.game, options.level)

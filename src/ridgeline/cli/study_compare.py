@@ -16,15 +16,14 @@ from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.output import Flag, parse
 from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError
-from ridgeline.records import write_record
 from ridgeline.study.compare import Comparison, Plan, compare
 from ridgeline.study.comparison_record import comparison_record, rows
 from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes
+from ridgeline.study.folder import RECORD, keep_record
 from ridgeline.study.runs import StoppedError
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override
 
-RECORD = "record.json"
 FACTORS = (0.5, 1.0, 2.0)  # of the first contender's learning rate, where no rates are given
 QUICK: dict[str, Any] = {"steps": 60, "eval_interval": 20, "batch": 8, "window": {"context": 64}, "eval_windows": 64}
 QUICK_SEEDS = 2
@@ -91,7 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     except StoppedError as stopped:
         said.print(str(stopped), highlight=False)
         return INTERRUPTED
-    file = write_record(comparison_record(result, next(iter(plan.configs.values()))), options.out / RECORD)
+    file = keep_record(comparison_record(result, next(iter(plan.configs.values()))), options.out / RECORD)
     if options.json:
         contenders = rows(result)
         print(

@@ -17,7 +17,7 @@ from ridgeline.bench.plan import CPU_PLAN, Plan
 from ridgeline.bench.workloads import workload
 from ridgeline.cli.output import Flag, parse
 from ridgeline.errors import ConfigError
-from ridgeline.records import write_record
+from ridgeline.study.folder import check_place, keep_record
 from ridgeline.study.inversion import Inversion, inversion
 from ridgeline.train.engines import find_device, find_precision
 
@@ -56,13 +56,15 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("name two presets: the one run eagerly, then the one compiled")
     device = find_device(options.device)
     cpu = device.type == "cpu"
-    batch, context = options.batch or (4 if cpu else 32), options.context or (64 if cpu else 256)
+    batch = (4 if cpu else 32) if options.batch is None else options.batch
+    context = (64 if cpu else 256) if options.context is None else options.context
     precision = find_precision(options.precision, device)
     a, b = (workload(name, batch=batch, context=context, precision=precision) for name in options.models)
+    check_place(options.out)
     plan = dataclasses.replace(CPU_PLAN if cpu else Plan(profile=0), phases=0)
     said = Console(stderr=True)
     result = inversion(a, b, device, plan, lambda line: said.print(line, highlight=False))
-    file = write_record(result.record, options.out)
+    file = keep_record(result.record, options.out)
     if options.json:
         contenders = [dataclasses.asdict(contender) for contender in result.record.contenders]
         made = {"record": str(file), "ratio": result.ratio, "inverted": result.inverted, "contenders": contenders}

@@ -24,14 +24,13 @@ from ridgeline.games.parallel import count_processes
 from ridgeline.play.evaluate import SILENCE_SECONDS, check_games, check_level
 from ridgeline.play.player import check_cache, find_device
 from ridgeline.play.rollout import check_temperature
-from ridgeline.records import write_record
 from ridgeline.study.clocked import Point, grid_until
+from ridgeline.study.folder import RECORD, keep_record
 from ridgeline.study.outcome import Standing, crossings, make_record, standings
 from ridgeline.study.race import Games, Race, Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
 from ridgeline.train.config import AUTO
 
-RECORD = "record.json"
 GRID = (5, 10, 20, 30, 45, 60, 90, 120, 180, 300, 450, 600, 900, 1200, 1800, 3600)  # seconds of training
 
 
@@ -104,7 +103,7 @@ def run(arguments: Sequence[str]) -> int:
             watcher=Watcher(trained=lambda name, point: said.print(_line(name, point), highlight=False), played=count),
         )
     table = standings(race, outcome)
-    file = write_record(make_record(race, outcome), folder / RECORD)
+    file = keep_record(make_record(race, outcome), folder / RECORD)
     if options.json:
         contenders = {name: [standing.to_json() for standing in path] for name, path in table.items()}
         made = {"folder": str(folder), "record": str(file), "contenders": contenders, "crossings": crossings(table)}

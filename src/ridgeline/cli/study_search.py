@@ -19,8 +19,8 @@ from ridgeline.cli.output import Flag, parse
 from ridgeline.data.api import load_dataset
 from ridgeline.data.games import GameData
 from ridgeline.errors import ConfigError
-from ridgeline.records import write_record
 from ridgeline.study.contenders import find_contender
+from ridgeline.study.folder import RECORD, keep_record, write_whole
 from ridgeline.study.search import Search, chosen_config, search
 from ridgeline.study.search_record import search_record
 from ridgeline.study.space import SETTINGS, default_space, narrowed
@@ -28,7 +28,7 @@ from ridgeline.study.trials import Goal, Trial, best_of, front
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, to_toml
 
-RECORD, CHOSEN = "record.json", "chosen.toml"
+CHOSEN = "chosen.toml"
 SHARE = 8  # trials that fit the budget where no trial time is given
 INTERRUPTED = 130
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -103,8 +103,8 @@ def run(arguments: Sequence[str]) -> int:
         reasons = {trial.reason for trial in trials if trial.reason}
         raise ConfigError(f"no trial came to an end ({'; '.join(sorted(reasons)) or 'no time'}); raise --budget")
     chosen = options.out / CHOSEN
-    chosen.write_text(to_toml(chosen_config(plan, best)), encoding="utf-8")
-    file = write_record(search_record(plan, trials, best), options.out / RECORD)
+    write_whole(chosen, to_toml(chosen_config(plan, best)))
+    file = keep_record(search_record(plan, trials, best), options.out / RECORD)
     if options.json:
         made: dict[str, Any] = {"folder": str(options.out), "record": str(file), "chosen": str(chosen)}
         made |= {"best": dataclasses.asdict(best), "trials": [dataclasses.asdict(trial) for trial in trials]}

@@ -20,10 +20,10 @@ class Ledger:
     """A file of games. What is in it is read once, at the start; lines are appended and flushed at once.
 
     Args:
-        file: made with its first game. A last line that an interruption cut off does not count.
+        file: made where there is none. A last line that an interruption cut off does not count.
 
     Raises:
-        RidgelineError: the file holds something else, or cannot be read.
+        RidgelineError: the file holds something else, or cannot be read or written.
     """
 
     def __init__(self, file: Path) -> None:
@@ -31,9 +31,14 @@ class Ledger:
         self._games: dict[tuple[str, int, int], GameResult] = {}
         self._length = 0  # of its whole lines, in bytes
         try:
-            content = file.read_bytes() if file.exists() else b""
+            there = file.exists()
+            content = file.read_bytes() if there else b""
         except OSError as error:
             raise RidgelineError(f"{file} cannot be read ({error.strerror}); choose another file of games") from error
+        try:  # before a game is played that could not be kept
+            file.open("r+b" if there else "wb").close()
+        except OSError as error:
+            raise _cannot_write(file, error) from error
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
                 break
@@ -67,9 +72,13 @@ class Ledger:
                 stream.write(line)
                 stream.truncate()
         except OSError as error:
-            raise RidgelineError(f"cannot write {self.file}: {error.strerror}; choose another file of games") from error
+            raise _cannot_write(self.file, error) from error
         self._length += len(line)
         self._games[_word(key), result.level, result.seed] = result
+
+
+def _cannot_write(file: Path, error: OSError) -> RidgelineError:
+    return RidgelineError(f"cannot write {file}: {error.strerror}; choose another file of games")
 
 
 def _word(key: Key) -> str:

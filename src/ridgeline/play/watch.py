@@ -142,6 +142,10 @@ def write_picture(sights: Iterable[Sight], file: Path) -> int:
         raise ConfigError(f"a picture is an animated PNG, got {file}; let its name end in .png")
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent}; make it, or choose another file")
+    if file.is_dir():
+        raise ConfigError(f"{file} is a folder; choose another file")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):  # before the game is played in vain
+        raise ConfigError(f"cannot write {file}: no permission; choose another file")
     picture = _Picture()
     for sight in sights:
         picture.add(sight.screen, sight.seconds)

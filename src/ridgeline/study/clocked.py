@@ -27,6 +27,7 @@ from ridgeline.errors import DivergedError, RidgelineError
 from ridgeline.models.reader import read
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.optim import learning_rate
+from ridgeline.study.folder import claimed, write_whole
 from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, make_step
@@ -40,6 +41,7 @@ AHEAD = 4  # steps that the host may be ahead of the card
 LOOK_SECONDS = 2.0  # between looks at the loss
 WARM_UP = 2  # steps that are taken back: the first compiles and captures, the second finds all of it done
 SIGN_SECONDS = 5.0
+ORPHAN_SECONDS = 120.0  # that what is left of a killed study may take to notice, a slow step and its checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,12 @@ def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
     """
     torch.set_num_threads(task.threads)
     folder = Path(task.folder)
-    with enough_memory("lower the contender's batch"):
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
+    with claimed(folder, ORPHAN_SECONDS), enough_memory("lower the contender's batch"):
         run = _Clocked(from_dict(task.settings), folder)
         done = read_points(folder)
         if not done:
-            with writing(folder):
-                folder.mkdir(exist_ok=True)
             state.write_config(folder, run.config)
             yield run.leave(0.0)
         run.prepare(folder / checkpoint_name(done[-1].at if done else 0.0))
@@ -110,13 +112,13 @@ def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
                     yield None
                 yield run.leave(at)
         except DivergedError as error:
-            with writing(folder):
-                (folder / FAILURE).write_text(f"{error}\n", encoding="utf-8")
+            write_whole(folder / FAILURE, f"{error}\n")
 
 
 def checkpoint_name(at: float) -> str:
-    """Name of the folder of a checkpoint at a time of the grid."""
-    return f"at-{at:08.1f}s"
+    """Name of the folder of a checkpoint at a time of the grid, which no other time has."""
+    short = f"at-{at:08.1f}s"
+    return short if float(f"{at:.1f}") == at else f"at-{at!r}s"
 
 
 def read_failure(folder: Path) -> str | None:
@@ -139,6 +141,14 @@ def read_points(folder: Path) -> list[Point]:
         return [read(Point, json.loads(line)) for line in lines if line.endswith("\n")]
     except (ValueError, AttributeError) as error:
         raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
+
+
+def _append(file: Path, line: str) -> None:
+    """Add a line behind the last whole one: what an interruption left of another is written over."""
+    with file.open("ab+") as stream:
+        stream.seek(0)
+        stream.truncate(stream.read().rfind(b"\n") + 1)
+        stream.write(line.encode() + b"\n")
 
 
 class _Clocked:
@@ -227,8 +237,8 @@ class _Clocked:
             val_loss=progress.val_loss,
             setup_s=round(self.setup_s, 2),
         )
-        with writing(self.folder), (self.folder / POINTS).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(asdict(point)) + "\n")
+        with writing(self.folder):
+            _append(self.folder / POINTS, json.dumps(asdict(point)))
         return point
 
     def _wait(self) -> None:

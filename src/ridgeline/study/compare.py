@@ -22,6 +22,7 @@ from rich.console import Console
 from ridgeline.data.api import load_dataset
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
+from ridgeline.study.folder import claimed, is_foreign, write_whole
 from ridgeline.study.ngram import ngram_losses
 from ridgeline.study.runs import Run, run_once
 from ridgeline.train.config import TrainConfig
@@ -58,6 +59,8 @@ class Plan:
             raise ConfigError(f"rates must be positive learning rates, got {list(self.rates)}")
         if len(set(self.rates)) < len(self.rates):
             raise ConfigError(f"rates must differ, got {list(self.rates)}")
+        if self.target is not None and not 0 < self.target < math.inf:
+            raise ConfigError(f"the target must be a loss above 0, got {self.target:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +129,13 @@ def compare(plan: Plan, folder: Path, console: Console) -> Comparison:
     """Run the plan in `folder`; a run that is there already is not repeated.
 
     Raises:
-        ConfigError: the folder holds another comparison, or every rate diverged for a contender.
+        ConfigError: the folder holds another comparison or another process is at work in it; or every rate
+            diverged for a contender.
         StoppedError: SIGINT; the same call goes on.
     """
     keep_plan(folder, _describe(plan))
-    standings = tuple(_stand(name, config, plan, folder, console) for name, config in plan.configs.items())
+    with claimed(folder):
+        standings = tuple(_stand(name, config, plan, folder, console) for name, config in plan.configs.items())
     first = standings[0]
     return Comparison(
         plan=plan,
@@ -160,8 +165,8 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
     file = folder / PLAN
     if file.exists():
         try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            kept = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"{file} is damaged; give a new folder with --out") from error
         if kept != json.loads(json.dumps(plan)):
             odd = sorted(
@@ -169,11 +174,11 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
             )
             raise ConfigError(f"{folder} holds another study ({', '.join(odd)} differ); give a new folder with --out")
         return
-    if folder.exists() and any(folder.iterdir()):
+    if is_foreign(folder):
         raise ConfigError(f"{folder} exists and holds no study; give a new folder with --out")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+    write_whole(file, json.dumps(plan, indent=1))
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
@@ -191,7 +196,7 @@ def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Co
         optimizer = dataclasses.replace(
             config.optimizer, lr=rate, floor=config.optimizer.floor * rate / config.optimizer.lr
         )
-        place = folder / "runs" / name.replace("/", "_") / f"lr-{rate:g}-seed-{seed}"
+        place = folder / "runs" / name.replace("/", "_") / f"lr-{rate!r}-seed-{seed}"
         return run_once(dataclasses.replace(config, optimizer=optimizer, seed=seed), place, console)
 
     rate, tried = (plan.rates[0], {}) if len(plan.rates) == 1 else tune(plan.rates, lambda r: one(r, TUNING_SEED))

@@ -18,7 +18,6 @@ Called again with the same arguments, it goes on after the last checkpoint and t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from ridgeline.play import GameResult, load_player
 from ridgeline.play.evaluate import Job, groups, play_jobs
 from ridgeline.play.ledger import Ledger
 from ridgeline.study.clocked import Point, Task, checkpoint_name, read_failure, read_points, train_on_clock
+from ridgeline.study.folder import claimed, is_foreign, write_whole
 from ridgeline.study.racers import Contender
 from ridgeline.train.config import AUTO
 from ridgeline.train.guards import writing
@@ -132,20 +132,18 @@ def open_race(race: Race, folder: Path) -> None:
     file = folder / RACE
     if file.exists():
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            before = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
             raise ConfigError(f"{file} is damaged ({error}); choose another --out") from error
         other = checkpoint.differences(before, race.to_json())
         if other:
             raise ConfigError(f"{folder} holds another race ({other}); choose another --out, or ask for the same race")
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_foreign(folder):
         raise ConfigError(f"{folder} exists and holds no race; choose another --out")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(".partial")
-        aside.write_text(json.dumps(race.to_json(), indent=1), encoding="utf-8")
-        os.replace(aside, file)
+    write_whole(file, json.dumps(race.to_json(), indent=1))
 
 
 def run_race(
@@ -168,15 +166,18 @@ def run_race(
         watcher: whom to tell how it goes.
 
     Raises:
+        ConfigError: another process runs this race.
         WorkerError: a process died or hung, or a game did not end; what was finished is kept.
         RidgelineError: a contender cannot be trained or cannot play.
     """
     watcher = watcher or Watcher()
-    for name, point in _train(race, folder, threads):
-        watcher.trained(name, point)
-    points = {contender.name: read_points(folder / contender.folder) for contender in race.contenders}
-    failures = {c.name: reason for c in race.contenders if (reason := read_failure(folder / c.folder))}
-    return Outcome(points=points, failures=failures, games=_play(race, folder, processes, timeout, watcher.played))
+    with claimed(folder):
+        for name, point in _train(race, folder, threads):
+            watcher.trained(name, point)
+        points = {contender.name: read_points(folder / contender.folder) for contender in race.contenders}
+        failures = {c.name: reason for c in race.contenders if (reason := read_failure(folder / c.folder))}
+        games = _play(race, folder, processes, timeout, watcher.played)
+    return Outcome(points=points, failures=failures, games=games)
 
 
 def _train(race: Race, folder: Path, threads: int) -> Iterator[tuple[str, Point]]:

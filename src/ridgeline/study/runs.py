@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import DivergedError, RidgelineError
+from ridgeline.study.folder import write_whole
 from ridgeline.train import TrainConfig, resume, train
-from ridgeline.train.guards import writing
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.state import LAST
 
@@ -40,7 +40,7 @@ class Run:
 
     Attributes:
         points: its validations, in order.
-        error: why it has no result; None for a run that went to its end.
+        error: how it diverged; None for a run that went to its end.
     """
 
     points: tuple[Point, ...]
@@ -77,7 +77,7 @@ def run_once(config: TrainConfig, folder: Path, console: Console) -> Run:
 
     Raises:
         StoppedError: SIGINT ended the run.
-        RidgelineError: the run could not begin.
+        RidgelineError: the run could not begin, or not go on; it is no result, and called again it goes on.
     """
     file = folder / RESULT
     if file.exists():
@@ -92,19 +92,12 @@ def run_once(config: TrainConfig, folder: Path, console: Console) -> Run:
             result = train(dataclasses.replace(config, out=str(folder)), console=console)
         if result.interrupted:
             raise StoppedError("stopped; the same command goes on from here")
-    except StoppedError:
-        raise
-    except RidgelineError as failure:
-        if not folder.exists():
-            raise  # nothing was trained: the request itself is wrong
+    except DivergedError as failure:  # that is a result; a full disk or too little memory is none
         error = str(failure)
     run = Run(_points(folder), error)
     if error is None and not run.points:
         raise RidgelineError(f"{folder} holds no validation; remove it and run again")
-    with writing(folder):
-        aside = file.with_suffix(".partial")
-        aside.write_text(json.dumps(dataclasses.asdict(run)), encoding="utf-8")
-        aside.replace(file)
+    write_whole(file, json.dumps(dataclasses.asdict(run)))
     for checkpoint in (folder / LAST, folder / "best"):
         shutil.rmtree(checkpoint, ignore_errors=True)
     return run

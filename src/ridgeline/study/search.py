@@ -29,9 +29,11 @@ from ridgeline.errors import ConfigError, RidgelineError, require
 from ridgeline.play import evaluate
 from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, train_on_clock
 from ridgeline.study.floors import Machine, this_machine
+from ridgeline.study.folder import LOCK, claimed, is_foreign
 from ridgeline.study.space import Range, Space, configure
 from ridgeline.study.trials import Goal, Trial, best_of, trials_of
 from ridgeline.train.config import TrainConfig
+from ridgeline.train.guards import writing
 from ridgeline.train.settings import to_dict
 
 if TYPE_CHECKING:
@@ -41,7 +43,8 @@ POINTS = 10
 LEAST_STEPS = 100
 GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demonstrations nor evaluations
 MISSED = 10.0  # a miss of the target counts at most as so many whole trials
-NAME = "search"
+NAME, DATABASE = "search", "search.db"
+REFUSALS = 200  # in a row after which nothing in the space is taken to be possible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,10 @@ class Search:
                 f"the budget of {self.budget_s:g} s is shorter than one trial of {self.trial_s:g} s; "
                 "raise --budget or lower --trial"
             )
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"the seed of a search must be from 0 to {2**32 - 1}, got {self.seed}")
+        if self.least_steps < 1:
+            raise ConfigError(f"least_steps must be at least 1, got {self.least_steps}")
 
     @property
     def grid(self) -> tuple[float, ...]:
@@ -104,16 +111,19 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
 
     Raises:
         MissingExtraError: Optuna is not installed.
-        ConfigError: the storage holds another search.
+        ConfigError: the storage holds another search, or the folder something else or another process.
         RidgelineError: the storage cannot be used.
     """
     optuna = require("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _storage_errors(plan, folder):
+    if is_foreign(folder) and not any((folder / name).exists() for name in (DATABASE, LOCK)):
+        raise ConfigError(f"{folder} exists and holds no search; give a new folder with --out")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with claimed(folder), _storage_errors(plan, folder):
         study = optuna.create_study(
             study_name=NAME,
-            storage=plan.storage or f"sqlite:///{(folder / 'search.db').resolve()}",
+            storage=plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}",
             sampler=optuna.samplers.TPESampler(seed=plan.seed, multivariate=True, n_startup_trials=6),
             pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3),
             load_if_exists=True,
@@ -123,7 +133,7 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
         machine = this_machine(plan.base)
         spent = sum(float(t.user_attrs.get("wall_s", 0.0)) for t in study.get_trials(deepcopy=False))
         refusals = 0
-        while spent + plan.trial_s <= plan.budget_s and refusals < 1000:
+        while spent + plan.trial_s <= plan.budget_s and refusals < REFUSALS:
             begun = time.monotonic()
             trial = study.ask()
             done = _Attempt(plan, folder, machine, trial).run(study)
@@ -288,7 +298,7 @@ def _storage_errors(plan: Search, folder: Path) -> Iterator[None]:
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError, ValueError, ImportError) as error:
         if isinstance(error, RidgelineError):
             raise
-        where = plan.storage or folder / "search.db"
+        where = plan.storage or folder / DATABASE
         reason = str(error.__cause__ or error).splitlines()[0]
         raise RidgelineError(f"the storage {where} cannot be used ({reason}); free it, or give another") from error
 
