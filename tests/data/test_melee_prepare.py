@@ -22,7 +22,6 @@ from ridgeline.data.melee.replay import read_replay
 from ridgeline.data.order import Order
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, DataError
-from ridgeline.games import game
 from ridgeline.games.melee.controls import Encoding
 from ridgeline.games.melee.events import Recording
 from ridgeline.games.melee.features import encoding_of
@@ -292,8 +291,9 @@ def test_a_data_set_of_another_schema_is_refused(prepared, tmp_path):
     file.write_text(json.dumps({**meta, "schema": shards.SCHEMA + 1}))
     with pytest.raises(DataError, match="upgrade ridgeline or prepare it again"):
         load_dataset(tmp_path / "x")
-    with pytest.raises(DataError, match="are not those of this version"):
-        game("melee").eyes({**meta["features"], "version": 0})
+    file.write_text(json.dumps({**meta, "features": {**meta["features"], "version": 0}}))
+    with pytest.raises(DataError, match=r"x cannot be trained on here: the features .* are not those of this version"):
+        load_dataset(tmp_path / "x")
 
 
 @needs_replays

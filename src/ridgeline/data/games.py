@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ridgeline.data import shards
 from ridgeline.errors import DataError
+from ridgeline.games import GAMES, game
 from ridgeline.games.table import GameTable
 
 HELD_OUT = 10  # one game in so many validates, at least one
@@ -154,8 +155,17 @@ def describe(
 
 
 def open_games(data: shards.Shards) -> GameData:
-    """Games from their data set."""
+    """Games from their data set.
+
+    Raises:
+        DataError: they show a game of ours through features that this version does not have.
+    """
     meta = data.meta
+    if meta["game"] in GAMES:  # else a user's own
+        try:
+            game(meta["game"]).eyes(meta["features"])
+        except DataError as error:
+            raise DataError(f"{data.path} cannot be trained on here: {error}") from error
     return GameData(
         name=meta["name"],
         game=meta["game"],
