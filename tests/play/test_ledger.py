@@ -25,6 +25,15 @@ def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
         file.write_text(content + "\n")
         with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
             Ledger(file)
+    for content in ("a text of somebody else's", '{"a": 1}', "{"):  # without an end of its last line, too
+        file.write_text(content)
+        with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
+            Ledger(file)
+        assert file.read_text() == content
+    for length in (len(whole) - 1, len(whole) - 2, 2, 0):  # what an interruption leaves of a first game
+        file.write_bytes(whole[:length])
+        Ledger(file).add({"at": 1.0}, two)
+        assert Ledger(file).find({"at": 1.0}, 0, [4]) == [two]
     with pytest.raises(RidgelineError, match="cannot be read"):
         Ledger(tmp_path)
     with pytest.raises(RidgelineError, match="cannot write"):  # before a game is played for it

@@ -48,7 +48,7 @@ def test_no_two_times_share_a_checkpoint() -> None:
     assert checkpoint_name(5.0) == "at-000005.0s"
 
 
-@pytest.mark.parametrize("content", ["3", "{"])
+@pytest.mark.parametrize("content", ["[]", "3", "{"])
 def test_a_plan_that_is_none_is_told(tmp_path: Path, content: str) -> None:
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(ConfigError, match=r"plan\.json is damaged"):

@@ -1,5 +1,6 @@
 """Searches: what may be chosen, what is never trained, what is judged how, and a storage that goes on."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.cli import main
+from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError
 from ridgeline.records import read_record
 from ridgeline.study import search as module
@@ -17,6 +19,7 @@ from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
 from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
 
 pytest.importorskip("optuna", reason="the extra search is not installed")
@@ -202,8 +205,46 @@ def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.Capt
     assert main(options(text, out, "--json", budget="4s", trial="1.5s")) == 0
     trials = json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]
     cut = [trial["params"] for trial in trials if trial["state"] == "failed"]
+    ended = [trial["params"] for trial in trials if trial["state"] == "complete"]
     assert len(cut) == 1
-    assert cut[0] in [trial["params"] for trial in trials if trial["state"] == "complete"]
+    assert ended.count(cut[0]) == 1  # once more and no second time: the sampler does not begin anew
+
+
+def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> None:
+    """The points that are there already are judged like new ones."""
+    base = resolve(override(find_contender(SMALL), {"data": str(text), "device": "cpu"}), load_dataset(str(text)))
+    goal = Goal(kind="loss", value=20.0)
+    plan = Search(base=base, space=default_space(base, games=False), goal=goal, budget_s=1.0, trial_s=0.5)
+
+    class Told:
+        def report(self, value: float, step: int) -> None:
+            pass
+
+        def should_prune(self) -> bool:
+            return False
+
+        def set_user_attr(self, key: str, value: object) -> None:
+            pass
+
+    config = dataclasses.replace(base, steps=None, tokens=None, minutes=0.5 / 60, eval_windows=2)
+    attempts = [module._Attempt(plan, tmp_path, this_machine(base), Told()) for _ in range(2)]  # type: ignore[arg-type]
+    assert [attempt._train(config) for attempt in attempts] == [False, False]
+    first, again = attempts
+    assert first.reached is not None
+    assert (again.reached, again.path, again._point) == (first.reached, first.path, first._point)
+
+
+def test_a_search_in_which_nothing_is_possible_says_why(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REFUSALS", 6)
+    assert (
+        main([*options(text, tmp_path / "out"), "--space", "width=16,32,64,128,256,512", "--least-steps", "999999999"])
+        == 2
+    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "none of 6 trials came to an end (takes at most" in said
+    assert said.endswith("give smaller candidates to --space, or a longer --trial and --budget")
 
 
 def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

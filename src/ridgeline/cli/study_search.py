@@ -32,7 +32,7 @@ CHOSEN = "chosen.toml"
 SHARE = 8  # trials that fit the budget where no trial time is given
 INTERRUPTED = 130
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-SHOWN = 12
+SHOWN, REASONS = 12, 3
 ABOUT = """Search for the model that does the job soonest on this machine.
 
 Every trial trains for the same time by the clock, with its schedule over that time, and is validated on a grid. What
@@ -100,8 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     best = best_of(trials, plan.goal)
     if best is None:
-        reasons = {trial.reason for trial in trials if trial.reason}
-        raise ConfigError(f"no trial came to an end ({'; '.join(sorted(reasons)) or 'no time'}); raise --budget")
+        raise ConfigError(_nothing(trials))
     chosen = options.out / CHOSEN
     write_whole(chosen, to_toml(chosen_config(plan, best)))
     file = keep_record(search_record(plan, trials, best), options.out / RECORD)
@@ -138,6 +137,17 @@ def _plan(options: Options) -> Search:
         least_steps=options.least_steps,
         seed=options.seed,
     )
+
+
+def _nothing(trials: Sequence[Trial]) -> str:
+    """Why none of the trials came to an end, and what to change."""
+    reasons = list(dict.fromkeys(trial.reason for trial in trials if trial.reason))
+    said = "; ".join(reasons[:REASONS]) or "no time"
+    more = f"; and {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else ""
+    cure = "give smaller candidates to --space, or a longer --trial and --budget"
+    if not all(trial.state == "refused" for trial in trials):
+        cure = "raise --budget"
+    return f"none of {len(trials)} trials came to an end ({said}{more}); {cure}"
 
 
 def _seconds(text: str) -> float:

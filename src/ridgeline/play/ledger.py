@@ -40,13 +40,16 @@ class Ledger:
         except OSError as error:
             raise _cannot_write(file, error) from error
         for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
+            whole = line.endswith(b"\n")
+            if not whole and _cut_off(line):
                 break
             try:
                 values = json.loads(line)
                 result = read(GameResult, {name: values.pop(name) for name in _RESULT & values.keys()})
             except (ValueError, TypeError, AttributeError) as error:
                 raise RidgelineError(f"line {number} of {file} is no game ({error}); choose another file") from error
+            if not whole:
+                break
             self._games[_word(values), result.level, result.seed] = result
             self._length += len(line)
 
@@ -75,6 +78,17 @@ class Ledger:
             raise _cannot_write(self.file, error) from error
         self._length += len(line)
         self._games[_word(key), result.level, result.seed] = result
+
+
+def _cut_off(line: bytes) -> bool:
+    """Whether a line without an end is the beginning of a game, and not of a file that is somebody else's."""
+    if not line.startswith(b'{"'):
+        return False
+    try:
+        json.loads(line)
+    except ValueError:
+        return True
+    return False
 
 
 def _cannot_write(file: Path, error: OSError) -> RidgelineError:

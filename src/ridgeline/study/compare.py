@@ -165,8 +165,10 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
     file = folder / PLAN
     if file.exists():
         try:
-            kept = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(kept, dict):
+                raise ValueError("it is no plan")
+        except ValueError as error:
             raise ConfigError(f"{file} is damaged; give a new folder with --out") from error
         if kept != json.loads(json.dumps(plan)):
             odd = sorted(

@@ -132,8 +132,10 @@ def open_race(race: Race, folder: Path) -> None:
     file = folder / RACE
     if file.exists():
         try:
-            before = dict(json.loads(file.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            before = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(before, dict) or "contenders" not in before:
+                raise ValueError("it names no contenders")
+        except ValueError as error:
             raise ConfigError(f"{file} is damaged ({error}); choose another --out") from error
         other = checkpoint.differences(before, race.to_json())
         if other:

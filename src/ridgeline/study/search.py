@@ -44,6 +44,7 @@ LEAST_STEPS = 100
 GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demonstrations nor evaluations
 MISSED = 10.0  # a miss of the target counts at most as so many whole trials
 NAME, DATABASE = "search", "search.db"
+SEEDS = 2**32
 REFUSALS = 200  # in a row after which nothing in the space is taken to be possible
 
 
@@ -79,8 +80,8 @@ class Search:
                 f"the budget of {self.budget_s:g} s is shorter than one trial of {self.trial_s:g} s; "
                 "raise --budget or lower --trial"
             )
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"the seed of a search must be from 0 to {2**32 - 1}, got {self.seed}")
+        if not 0 <= self.seed < SEEDS:
+            raise ConfigError(f"the seed of a search must be from 0 to {SEEDS - 1}, got {self.seed}")
         if self.least_steps < 1:
             raise ConfigError(f"least_steps must be at least 1, got {self.least_steps}")
 
@@ -124,14 +125,16 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
         study = optuna.create_study(
             study_name=NAME,
             storage=plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}",
-            sampler=optuna.samplers.TPESampler(seed=plan.seed, multivariate=True, n_startup_trials=6),
             pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3),
             load_if_exists=True,
         )
         _check_plan(study, plan)
         _requeue(study, folder)
+        so_far = study.get_trials(deepcopy=False)
+        seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
+        study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
         machine = this_machine(plan.base)
-        spent = sum(float(t.user_attrs.get("wall_s", 0.0)) for t in study.get_trials(deepcopy=False))
+        spent = sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
         refusals = 0
         while spent + plan.trial_s <= plan.budget_s and refusals < REFUSALS:
             begun = time.monotonic()
@@ -212,7 +215,9 @@ class _Attempt:
         self.trial.set_user_attr("folder", str(place))
         if self.plan.goal.kind == "ko":
             shutil.rmtree(place, ignore_errors=True)  # the games of a trial that was cut off are not kept
-        self.path = [(point.seconds, point.val_loss) for point in read_points(place) if point.steps]
+        for old in read_points(place):  # those of a trial that was cut off, or of the same choices before
+            if old.steps and self._reaches(old, old.val_loss):
+                return False
         task = Task(to_dict(config), str(place), self.plan.grid, torch.get_num_threads())
         with contextlib.closing(train_on_clock(task)) as points:
             for point in points:
@@ -222,17 +227,24 @@ class _Attempt:
 
     def _judge(self, point: Point, place: Path) -> bool:
         """Whether the trial ends at this point."""
-        goal, self._point = self.plan.goal, point
+        goal = self.plan.goal
         for older in place.glob("at-*"):  # only the newest is needed to go on
             if older.name != checkpoint_name(point.at):
                 shutil.rmtree(older)
         quality = point.val_loss if goal.kind == "loss" else _knockouts(place / checkpoint_name(point.at))
-        self.path.append((point.seconds, quality))
-        if goal.value is not None and [goal.short_of(q) <= 0 for _, q in self.path[-2:]] == [True, True]:
-            self.reached = self.path[-2][0]
+        if self._reaches(point, quality):
             return True
         self.trial.report(quality if goal.kind == "loss" else -quality, len(self.path))
         return bool(self.trial.should_prune())
+
+    def _reaches(self, point: Point, quality: float) -> bool:
+        """Note what was reached at a point, and whether the target has now been held at two in a row."""
+        goal, self._point = self.plan.goal, point
+        self.path.append((point.seconds, quality))
+        if goal.value is None or [goal.short_of(q) <= 0 for _, q in self.path[-2:]] != [True, True]:
+            return False
+        self.reached = self.path[-2][0]
+        return True
 
     def _value(self) -> float:
         goal, quality = self.plan.goal, self.path[-1][1]
