@@ -1,6 +1,10 @@
 """The championship's bot: many games in slots of their own, each seen as if it were alone."""
 
+import contextlib
+import socket
 import sys
+import tempfile
+import threading
 
 import numpy as np
 import pytest
@@ -95,10 +99,45 @@ def test_without_an_arena(tmp_path, capsys, monkeypatch):
     saved = save_player(tmp_path / "checkpoint", tiny_player())
     monkeypatch.delenv("UMI_SOCKET", raising=False)
     assert main(["play", str(saved), "--serve", "umi"]) == 2
-    assert "umi-conform, sets UMI_SOCKET" in capsys.readouterr().err
-    monkeypatch.setenv("UMI_SOCKET", str(tmp_path / "none"))
-    assert main(["play", str(saved), "--serve", "umi"]) == 2
-    assert "cannot be reached or has gone" in capsys.readouterr().err
+    assert "UMI_SOCKET is not set; the arena, or umi-conform, sets it" in capsys.readouterr().err
+    for name in (str(tmp_path / "none"), "long" * 100):
+        monkeypatch.setenv("UMI_SOCKET", name)
+        assert main(["play", str(saved), "--serve", "umi"]) == 2
+        assert "cannot be reached or has gone" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "cannot be reached or has gone"),
+        (b"HTTP/1.1 400 Bad Request\r\n", "does not speak the championship's protocol"),
+        (b"\1\0\0\0\xc1", "does not speak the championship's protocol"),
+        (b"\2\0\0\0\1\1", "does not speak the championship's protocol"),
+        (b"\4\0\0\0\x81\xa1t\1", "does not speak the championship's protocol"),
+    ],
+)
+def test_something_else_in_the_arenas_place(tmp_path, capsys, monkeypatch, answer, words):
+    saved = save_player(tmp_path / "checkpoint", tiny_player())
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as arena:
+        arena.bind(f"{folder}/s")
+        arena.listen()
+        monkeypatch.setenv("UMI_SOCKET", f"{folder}/s")
+
+        def talk():
+            peer, _ = arena.accept()
+            peer.recv(1 << 16)
+            peer.sendall(answer)
+            peer.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while peer.recv(1 << 16):  # its complaint
+                    pass
+            peer.close()
+
+        talker = threading.Thread(target=talk)
+        talker.start()
+        assert main(["play", str(saved), "--serve", "umi"]) == 2
+        talker.join()
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("window", [WindowSpec(context=16, delay=18), WindowSpec(context=8, stride=2)])

@@ -6,6 +6,7 @@ by what the policy was trained for (the window's `delay`).
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,16 @@ def serve(bot: Any) -> None:
     """Connect to the arena that UMI_SOCKET names and play until it says that it is over.
 
     Raises:
-        ConfigError: there is no arena.
+        ConfigError: there is no arena, or something else in its place.
     """
+    protocol, coding = require("umi.protocol", "melee"), require("msgpack", "melee")
+    if not os.environ.get("UMI_SOCKET"):
+        raise ConfigError("there is no arena: UMI_SOCKET is not set; the arena, or umi-conform, sets it")
     try:
         require("umi", "melee").serve(bot, [])
-    except SystemExit as leaving:
-        raise ConfigError(f"{leaving}; the arena, or umi-conform, sets UMI_SOCKET") from leaving
-    except (ConnectionError, FileNotFoundError) as error:
+    except OSError as error:
         raise ConfigError(f"the arena cannot be reached or has gone ({error}); start it first") from error
+    except (protocol.ProtocolError, coding.UnpackException, coding.ExtraData) as error:
+        raise ConfigError(
+            f"what answers at UMI_SOCKET does not speak the championship's protocol ({error}); start its arena there"
+        ) from error
