@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.errors import ConfigError, nearest
 
@@ -59,3 +59,7 @@ class OptimizerConfig:
         for field in ("weight_decay", "clip"):
             if not getattr(self, field) >= 0:
                 raise ConfigError(f"optimizer.{field} must be 0 or more, got {getattr(self, field)}")
+
+    def at_rate(self, lr: float) -> OptimizerConfig:
+        """The same settings with another peak learning rate and the floor in proportion."""
+        return replace(self, lr=lr, floor=self.floor * lr / self.lr)

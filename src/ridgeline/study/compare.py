@@ -22,6 +22,7 @@ from rich.console import Console
 from ridgeline.data.api import load_dataset
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
+from ridgeline.models.accounting import parameters
 from ridgeline.study.folder import claimed, is_foreign, write_whole
 from ridgeline.study.ngram import ngram_losses
 from ridgeline.study.runs import Run, run_once
@@ -41,7 +42,7 @@ class Plan:
     """What is compared.
 
     Attributes:
-        configs: contender → its run, alike in all but the model.
+        configs: contender → its run with nothing left open, alike in all but the model.
         rates: learning rates that every contender is tried with; one alone is not tuned.
         seeds: how many seeds each is trained with, from 0.
         target: held-out loss whose time is taken; None for none.
@@ -162,7 +163,7 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
     Raises:
         ConfigError: the folder holds another study, or something else.
     """
-    file = folder / PLAN
+    file, wanted = folder / PLAN, json.loads(json.dumps(plan))  # as a file gives it back
     if file.exists():
         try:
             kept = json.loads(file.read_text(encoding="utf-8"))
@@ -170,10 +171,8 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
                 raise ValueError("it is no plan")
         except ValueError as error:
             raise ConfigError(f"{file} is damaged; give a new folder with --out") from error
-        if kept != json.loads(json.dumps(plan)):
-            odd = sorted(
-                key for key in plan.keys() | kept.keys() if kept.get(key) != json.loads(json.dumps(plan)).get(key)
-            )
+        odd = sorted(key for key in wanted.keys() | kept.keys() if kept.get(key) != wanted.get(key))
+        if odd:
             raise ConfigError(f"{folder} holds another study ({', '.join(odd)} differ); give a new folder with --out")
         return
     if is_foreign(folder):
@@ -195,11 +194,10 @@ def _describe(plan: Plan) -> dict[str, Any]:
 def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console) -> Standing:
     def one(rate: float, seed: int) -> Run:
         console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False)
-        optimizer = dataclasses.replace(
-            config.optimizer, lr=rate, floor=config.optimizer.floor * rate / config.optimizer.lr
-        )
         place = folder / "runs" / name.replace("/", "_") / f"lr-{rate!r}-seed-{seed}"
-        return run_once(dataclasses.replace(config, optimizer=optimizer, seed=seed), place, console)
+        return run_once(
+            dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, console
+        )
 
     rate, tried = (plan.rates[0], {}) if len(plan.rates) == 1 else tune(plan.rates, lambda r: one(r, TUNING_SEED))
     if not math.isfinite(rate):
@@ -208,7 +206,7 @@ def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Co
     broken = next((run.error for run in runs if run.error), None)
     if broken:
         raise ConfigError(f"{name} failed at learning rate {rate:g}: {broken}")
-    return Standing(name=name, parameters=_parameters(config), rate=rate, tried=tried, runs=runs)
+    return Standing(name=name, parameters=parameters(config.model), rate=rate, tried=tried, runs=runs)
 
 
 def tune(rates: Sequence[float], run: Callable[[float], Run]) -> tuple[float, dict[float, float | None]]:
@@ -234,14 +232,6 @@ def tune(rates: Sequence[float], run: Callable[[float], Run]) -> tuple[float, di
             break
         attempt(beyond)
     return best, tried
-
-
-def _parameters(config: TrainConfig) -> int:
-    from ridgeline.models import build
-    from ridgeline.train.resolve import fit_model
-
-    model = build(fit_model(config.model, load_dataset(config.data)), impl="torch", seed=0)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _lines(config: TrainConfig) -> dict[int, float]:

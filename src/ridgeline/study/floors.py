@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -77,10 +78,10 @@ def _cpu_rates() -> Rates:
     )
 
 
-def _best(call: object) -> float:
+def _best(call: Callable[[], object]) -> float:
     times = []
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        call()  # type: ignore[operator]
+        call()
         times.append(time.perf_counter() - begun)
     return min(times)

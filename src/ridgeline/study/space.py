@@ -103,14 +103,13 @@ def configure(base: TrainConfig, params: Mapping[str, Any], seconds: float) -> T
         position_table=None if decoder.position_table is None else max(decoder.position_table, context),
     )
     window = dataclasses.replace(base.window, context=context, stride=int(params.get("stride", base.window.stride)))
-    optimizer = dataclasses.replace(base.optimizer, lr=lr, floor=base.optimizer.floor * lr / base.optimizer.lr)
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, decoder=chosen),
         window=window,
         batch=int(params["batch"]),
         accumulation=math.gcd(base.accumulation, int(params["batch"])),
-        optimizer=optimizer,
+        optimizer=base.optimizer.at_rate(lr),
         steps=None,
         tokens=None,
         minutes=seconds / 60,
