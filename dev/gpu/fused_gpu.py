@@ -28,15 +28,18 @@ from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 D = DecoderConfig
 FAST = D(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh")
 GPT2 = D(layers=6, width=256, heads=8, gelu="tanh")
+GPT2_124M = D(layers=12, width=768, heads=12, gelu="tanh", context=1024)
 HAL = D(layers=6, width=512, heads=8, positions="relative", position_table=1024, dropout=0.2)
 WORKLOADS = {
     "gpt2-c256": (GPT2, 32, 256),
     "fast-c256": (FAST, 32, 256),
     "fast-c256-2048": (dataclasses.replace(FAST, context=2048), 4, 2048),
+    "gpt2-c256-2048": (dataclasses.replace(GPT2, context=2048), 4, 2048),
     "gpt2-c256-512": (GPT2, 512, 256),
     "fast-c256-512": (FAST, 512, 256),
     "hal-20m": (HAL, 512, 256),
     "hal-5m": (dataclasses.replace(HAL, width=256, heads=4, mlp_width=1024, context=128), 512, 128),
+    "gpt2-124m": (GPT2_124M, 64, 1024),
 }
 ALL = frozenset(("mlp", "out", "qkv"))
 SMALL = {  # name: (early launches, changes to the choices)
@@ -53,6 +56,7 @@ LARGE = {
     "late": (False, {}),
     "rows": (True, dict(rows=ALL)),
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
+    "joins rows": (True, dict(rows=frozenset(("out", "qkv")))),
     "grouped": (True, dict(grouped=True)),
     "cuBLAS": (True, dict(qkv="torch", out="torch")),
 }
@@ -224,9 +228,10 @@ def block(name):
 def step(name):
     """One whole training step: its time by events, then every kernel in order with the gaps, from a replayed graph."""
     config, B, T = WORKLOADS[name]
-    m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
+    V, tied = (50257, True) if config.width == 768 else (65, False)
+    m = LanguageModel(LanguageConfig(vocabulary=V, decoder=config, tied=tied), impl="fused", seed=0).cuda()
     train = TrainStep(m, precision="bf16")
-    tokens = torch.randint(65, (B, T + 1), device="cuda")
+    tokens = torch.randint(V, (B, T + 1), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     for _ in range(20):
         train(batch)
@@ -256,23 +261,30 @@ def step(name):
     events = events[cuts[1] : cuts[2]] if len(cuts) > 2 else events[len(events) // 3 : 2 * len(events) // 3]
     rows, busy, reach, origin = [], 0.0, events[0][0], events[0][0]
     for start, end, kernel in events:
-        rows.append((round(start - origin, 1), round(end - start, 1), round(start - reach, 1), kernel[:90]))
-        busy += max(0.0, end - max(start, reach))
+        own = max(0.0, end - max(start, reach))  # a kernel launched early also counts its wait for the one before
+        rows.append((round(start - origin, 1), round(end - start, 1), round(start - reach, 1), own, kernel[:90]))
+        busy += own
         reach = max(reach, end)
-    totals, counts, gaps = collections.Counter(), collections.Counter(), collections.Counter()
-    for _, took, gap, kernel in rows:
+    totals, counts, gaps, alone = (collections.Counter() for _ in range(4))
+    for _, took, gap, own, kernel in rows:
         totals[kernel] += took
         counts[kernel] += 1
         gaps[kernel] += max(gap, 0)
+        alone[kernel] += own
     span = reach - origin
-    print(f"{name} step {ms:.4f} ms = {B * T / ms / 1e3:.2f} M tokens/s, {len(rows)} kernels; profiled span {span:.0f} us,")
+    print(
+        f"{name} step {ms:.4f} ms = {B * T / ms / 1e3:.2f} M tokens/s, {len(rows)} kernels; profiled span {span:.0f} us,"
+    )
     print(f"   covered {busy:.0f}, gaps {span - busy:.0f}, kernel time {sum(totals.values()):.0f}", flush=True)
-    for kernel, total in totals.most_common(30):
-        print(f"   {total:8.1f} us {counts[kernel]:4d} x {total / counts[kernel]:6.1f}, gap before {gaps[kernel]:6.1f}  {kernel}")
+    for kernel, own in alone.most_common(30):
+        n = counts[kernel]
+        print(
+            f"   {own:8.1f} us own {n:3d} x {own / n:6.1f} ({totals[kernel] / n:6.1f}), gaps {gaps[kernel]:5.1f}  {kernel}"
+        )
     with contextlib.suppress(Exception):
         print("   phases ms", {k: round(v, 4) for k, v in train.phases(batch).items()}, flush=True)
     with open(f"{OUT}/timeline_{name}.txt", "w") as file:
-        file.writelines(f"{a:9.1f} {b:7.1f} {c:6.1f}  {k}\n" for a, b, c, k in rows)
+        file.writelines(f"{a:9.1f} {b:7.1f} {c:6.1f} {d:6.1f}  {k}\n" for a, b, c, d, k in rows)
     return {"ms": ms, "kernels": len(rows), "span": span, "covered": busy, "rows": rows}
 
 
