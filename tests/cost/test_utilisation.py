@@ -80,3 +80,27 @@ def test_utilisation_of_a_step() -> None:
     assert used.bytes_per_s == pytest.approx(4.8e12)
     assert used.bandwidth == pytest.approx(1.0)
     assert step_utilisation(step, 2.0, H200, "bf16", gpus=2, steps=10).mfu == pytest.approx(0.5)
+
+
+def test_a_step_whose_bytes_cannot_have_passed_the_memory_names_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = StepCost((OpCost(name="a", phase="forward", flops=1e12, read_bytes=9.6e12),))
+    with pytest.raises(
+        ConfigError, match=r"200% of the memory bandwidth cannot be .*seconds \(1\) is too short or bytes"
+    ):
+        step_utilisation(step, 1.0, H200, "bf16")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="gpus is wrong: 2 processes took part, not 1"):
+        step_utilisation(step, 1.0, H200, "bf16")
+    monkeypatch.setattr(UTILISATION, lambda: card("b200"))
+    with pytest.raises(ConfigError, match="the device is wrong: NVIDIA B200 SXM is here, not NVIDIA H200 SXM"):
+        step_utilisation(step, 1.0, H200, "bf16")
+
+
+def test_bytes_that_fit_in_the_cache_op_by_op_say_nothing_of_the_memory() -> None:
+    small = OpCost(name="a", phase="forward", flops=1e8, read_bytes=40 * 2**20, count=1000)
+    used = step_utilisation(StepCost((small,)), 1e-3, H200, "bf16")
+    assert used.bytes_per_s == pytest.approx(40 * 2**20 * 1e6)
+    assert used.bandwidth is None
+    large = OpCost(name="b", phase="forward", read_bytes=1e11)
+    assert step_utilisation(StepCost((small, large)), 1.0, H200, "bf16").bandwidth == pytest.approx(0.0296, abs=1e-4)

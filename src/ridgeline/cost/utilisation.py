@@ -1,11 +1,13 @@
 """How much of a card a step used: model FLOPs and bytes against the card's peaks. Above 100 % is an error.
 
 MFU divides the FLOPs that the model needs (causal attention at its half, nothing twice) by what the card could have
-done in the time. A figure above 100 % is never reported: one of the inputs is wrong, and the error says which.
+done in the time; the share of the bandwidth divides a step's fewest bytes in the same way. A figure above 100 % is
+never reported: one of the inputs is wrong, and the error says which.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from ridgeline.hardware import PRECISIONS, DeviceSpec, Precision, present
 from ridgeline.hardware.spec import TERA
 
 CACHE_MULTIPLE = 4  # below this many times the L2 cache, part of the bytes may never have reached memory
+MOST = 0.5  # share of a step's bytes in ops larger than the L2 cache from which a rate says something of the memory
 
 
 class Utilisation(NamedTuple):
@@ -25,7 +28,7 @@ class Utilisation(NamedTuple):
         mfu: model FLOPs over peak FLOPs.
         flops_per_s: model FLOPs a second, all GPUs together.
         bytes_per_s: the step's fewest bytes a second, all GPUs together.
-        bandwidth: those bytes over the card's bandwidth; None where they may have stayed in the cache.
+        bandwidth: those bytes over the bandwidth; None where most belong to ops whose tensors fit in the L2 cache.
     """
 
     mfu: float
@@ -43,10 +46,8 @@ def _check(seconds: float, flops: float, gpus: int) -> None:
         raise ConfigError(f"gpus must be at least 1, got {gpus}")
 
 
-def _culprit(
-    achieved: float, spec: DeviceSpec, precision: Precision, seconds: float, gpus: int, bytes_per_s: float | None
-) -> str:
-    """Which input made a utilisation impossible, from what can be checked: card, processes, precision, clock."""
+def _misplaced(spec: DeviceSpec, gpus: int) -> str | None:
+    """What is wrong with the card or the number of cards that were named; None if nothing can be told."""
     here = present()
     if here is not None and here.key != spec.key:
         return f"the device is wrong: {here.name} is here, not {spec.name}"
@@ -54,6 +55,16 @@ def _culprit(
         world = torch.distributed.get_world_size()
         if world > gpus:
             return f"gpus is wrong: {world} processes took part, not {gpus}"
+    return None
+
+
+def _culprit(
+    achieved: float, spec: DeviceSpec, precision: Precision, seconds: float, gpus: int, bytes_per_s: float | None
+) -> str:
+    """Which input made a utilisation impossible, from what can be checked: card, processes, precision, clock."""
+    misplaced = _misplaced(spec, gpus)
+    if misplaced is not None:
+        return misplaced
     faster = [p for p in PRECISIONS if p in spec.tflops and achieved <= spec.peak(p) and p != precision]
     if faster:
         return f"the precision is wrong: that rate is possible in {faster[0]}, not in {precision}"
@@ -113,14 +124,9 @@ def bandwidth_share(*, nbytes: float, seconds: float, spec: DeviceSpec, gpus: in
         return None
     rate = nbytes / seconds / gpus
     if rate > spec.bandwidth:
-        here = present()
-        wrong = (
-            f"the device is wrong: {here.name} is here, not {spec.name}"
-            if here is not None and here.key != spec.key
-            else f"seconds ({seconds:.6g}) is too short or bytes ({nbytes:.6g}) too many"
-        )
+        wrong = _misplaced(spec, gpus) or f"seconds ({seconds:.6g}) is too short or bytes ({nbytes:.6g}) too many"
         raise ConfigError(
-            f"{rate / spec.bandwidth:.0%} of the memory bandwidth cannot be ({rate / TERA:.2f} TB/s, where "
+            f"{rate / spec.bandwidth:.0%} of the memory bandwidth cannot be ({rate / TERA:.2f} TB/s a card, where "
             f"{spec.name} has {spec.bandwidth / TERA:.2f}): {wrong}"
         )
     return rate / spec.bandwidth
@@ -131,15 +137,23 @@ def step_utilisation(
 ) -> Utilisation:
     """Utilisation of `steps` steps that took `seconds`; `step` is one GPU's part of a step.
 
-    A step's bytes are those of ops that run one after another; kernels that keep a tensor on chip between two ops
-    move fewer. So only MFU is held to 100 %, and `bandwidth` is None where it would pass it.
+    A step's bytes are the fewest of ops that run one after another, on the plan that it was counted for. They say
+    something of the memory where most belong to ops whose tensors do not fit in the L2 cache.
+
+    Args:
+        step: cost on one GPU.
+        seconds: of all the steps.
+        spec, precision, gpus: as for `mfu`.
+        steps: how many.
 
     Raises:
-        ConfigError: MFU above 100 %; the message names the input that is wrong.
+        ConfigError: MFU or the share of the bandwidth is above 100 %; the message names the input that is wrong.
     """
     flops, nbytes = step.flops * gpus * steps, step.bytes * gpus * steps
     share = mfu(flops=flops, seconds=seconds, spec=spec, precision=precision, gpus=gpus, nbytes=nbytes)
-    rate = nbytes / seconds
-    in_memory = spec.l2_bytes is not None and step.bytes >= CACHE_MULTIPLE * spec.l2_bytes
-    bandwidth = rate / gpus / spec.bandwidth
-    return Utilisation(share, flops / seconds, rate, bandwidth if in_memory and bandwidth <= 1 else None)
+    cache = spec.l2_bytes or math.inf
+    outside = sum(op.bytes * op.count for op in step.ops if op.bytes > cache)
+    bandwidth = None
+    if outside > MOST * step.bytes:
+        bandwidth = bandwidth_share(nbytes=nbytes, seconds=seconds, spec=spec, gpus=gpus)
+    return Utilisation(share, flops / seconds, nbytes / seconds, bandwidth)
