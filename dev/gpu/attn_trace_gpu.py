@@ -7,44 +7,37 @@ SRC = Path(os.environ.get("ATTN_FOLDER", A.ROOT / "src/ridgeline/ops/attention")
 MARK = '''#define MARK(group, square, id) do { if (p.warp == 0 && p.lane == 0 && blockIdx.x == 0 && (square) < 300) reinterpret_cast<i64*>(a.dk_heads)[((group) * 300 + (square)) * 16 + (id)] = clock64(); } while (0)
 '''
 S = [  # file, anchor, group, square, id, after
-    ("scores.cuh", "      if (q.first) {\n        if (RELATIVE) rows = start.next_rows;", 0, "squares", 0, 0),
     ("scores.cuh", "      if (q.first) rows = take_rows(", 0, "squares", 0, 0),
-    ("scores.cuh", "      wgmma_touch(s);\n      wgmma_touch(dp);\n", 0, "squares", 1, 1),
-    ("scores.cuh", "      if (AHEAD) start.run(s, dp, next, parity, more);\n", 0, "squares", 2, 0),
+    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(s);\n", 0, "squares", 1, 0),
+    ("scores.cuh", "      wgmma_touch(s);\n      wgmma_touch(dp);\n", 0, "squares", 2, 1),
     ("scores.cuh", "      const Stage stage(squares);\n      barrier_wait(p.barrier(STAGE_EMPTY", 0, "squares", 3, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase ^ 1);\n", 0, "squares", 4, 1),
-    ("scores.cuh", "      if (!AHEAD) start.run(s, dp, next, parity, more);\n", 0, "squares", 5, 0),
-    ("scores.cuh", "      Rows rows;\n      if (q.first) rows = visits.take(a, p, unit, n);\n", 1, "squares", 0, 0),
-    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      u32 pairs", 1, "squares", 0, 0),
-    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      u32 pairs", 1, "squares", 1, 0),
+    ("scores.cuh", "      const bool same_head = n + 1 < SQUARES, more = same_head", 0, "squares", 5, 0),
+    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r);\n      u32 pairs", 1, "squares", 0, 0),
+    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r);\n      u32 pairs", 1, "squares", 1, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(R_EMPTY + p.warp), ~squares & 1);\n", 1, "squares", 2, 0),
     ("scores.cuh", "      barrier_wait(p.barrier(R_EMPTY + p.warp), ~squares & 1);\n", 1, "squares", 3, 1),
-    ("scores.cuh", "      if (BLOCKS > 2) begin_next();\n", 1, "squares", 4, 0),
-    ("scores.cuh", "      if (!BEHIND)\n", 1, "squares", 5, 0),
-    ("scores.cuh", "      if (BLOCKS <= 2) begin_next();\n", 1, "squares", 6, 0),
-    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r);\n      const bool", 1, "squares", 0, 0),
-    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r);\n      const bool", 1, "squares", 1, 0),
-    ("scores.cuh", "      wgmma_wait<0>();\n      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      const bool", 1, "squares", 0, 0),
-    ("scores.cuh", "      wgmma_touch(r);\n      take_window(windows, first, r, to_left);\n      const bool", 1, "squares", 1, 0),
-    ("scores.cuh", "      start_next();\n      if (SPLIT", 1, "squares", 4, 0), ("scores.cuh", "      if (SPLIT && turns) {", 1, "squares", 5, 0),
-    ("scores.cuh", "      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);\n#pragma unroll\n      for (int b = 0; b < 4; ++b) {\n        u32 m[4];", 4, "squares - 1", 0, 0),
-    ("scores.cuh", "      arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);\n      if (q.first) keys.clear(), first = 0;\n      take_keys", 4, "squares - 1", 1, 0),
-    ("scores.cuh", "      if (q.last) {  // nothing more to the left", 4, "squares - 1", 2, 0),
+    ("scores.cuh", "      const int next = n + 1 < SQUARES ? n + 1 : 0;\n", 1, "squares", 4, 0),
+    ("scores.cuh", "    const Stage stage(squares++);\n", 4, "squares", 0, 0),
+    ("scores.cuh", "    for (int b = 0; b < 4; ++b) {\n      u32 m[4];\n      load_matrices(m, p.smem + DS_AT", 4, "squares - 1", 1, 0),
+    ("scores.cuh", "    if (q.first) keys.clear(), first = 0;\n", 4, "squares - 1", 2, 0),
+    ("scores.cuh", "    if (q.last) {  // nothing more to the left", 4, "squares - 1", 3, 0),
+    ("scores.cuh", "      send_window_gradient(keys, p, to_right, windows++);\n    }\n", 4, "squares - 1", 4, 1),
     ("gradients.cuh", "      barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);\n      const u32 operands = p.operands(), queries", 2, "done * SQUARES + n", 0, 0),
     ("gradients.cuh", "      const u32 operands = p.operands(), queries = operands", 2, "done * SQUARES + n", 1, 0),
     ("gradients.cuh", "      wgmma_touch(dk[slot]);\n", 2, "done * SQUARES + n", 2, 1),
     ("gradients.cuh", "store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);\n", 2, "done * SQUARES + n", 3, 1),
     ("gradients.cuh", "      const Stage stage(squares);\n      barrier_wait", 3, "squares", 0, 0),
     ("gradients.cuh", "      const u32 operands = p.operands();\n      wgmma_fence();\n      multiply_square(dq, operands + units(DS_AT)", 3, "squares", 1, 0),
-    ("gradients.cuh", "      if (RELATIVE && q.i != q.j) add_window", 3, "squares", 2, 0),
-    ("gradients.cuh", "      if (p.warp == 0 && p.lane == 0) copy_after", 3, "squares", 3, 0),
-    ("gradients.cuh", "      if (BLOCKS <= 2 && p.warp == 0", 3, "squares", 3, 0),
-    ("gradients.cuh", "      if (q.last && q.j > 0) {", 3, "squares", 4, 0),
-    ("gradients.cuh", "        store_query_rows(a, p, Head(a, unit), q.i, dq);\n      }\n", 3, "squares", 5, 1),
+    ("gradients.cuh", "      wgmma_wait<0>();\n      wgmma_touch(dq);\n      arrive_for_warp(p.barrier(STAGE_EMPTY", 3, "squares", 2, 0),
+    ("gradients.cuh", "      if (RELATIVE && q.i != q.j) add_window", 3, "squares", 3, 0),
+    ("gradients.cuh", "      if (BLOCKS <= 2 && p.warp == 0", 3, "squares", 4, 0),
+    ("gradients.cuh", "      if (q.last && q.j > 0) {", 3, "squares", 5, 0),
+    ("gradients.cuh", "        store_query_rows(a, p, Head(a, unit), q.i, dq);\n      }\n", 3, "squares", 6, 1),
 ]
-NAMES = ["scores: top | wgmma wait | elementwise | begin next | stage empty | store", "relative: top | rows + wgmma wait | skew | R empty | store | begin next | back",
-         "keys: top | stage full | wgmma | flush", "queries: top | stage full | dq | windows | copies | store", "back: top | stage full | window | last window"]
-COUNT = [6, 7, 4, 6, 3]
+NAMES = ["scores: rows, keep | wgmma | mask | stage empty | elementwise and store", "relative: wgmma | skew | R empty | store",
+         "keys: stage full | wgmma | flush", "queries: stage full | dq, keep, copies | wgmma | windows | copies | store", "back: stage full | load | window | last window"]
+COUNT = [6, 5, 4, 7, 5]
 
 def patched(folder):
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,9 +45,11 @@ def patched(folder):
     texts["schedule.cuh"] = texts["schedule.cuh"].replace("struct Place {", MARK + "struct Place {", 1)
     for file, anchor, group, square, id, after in S:
         s = texts[file]
-        if s.count(anchor) != 1: continue  # of another version of the kernel
+        assert s.count(anchor) == 1, (file, anchor)
         m = f"MARK({group}, {square}, {id});\n"
         texts[file] = s.replace(anchor, anchor + m if after else m + anchor)
+    t = texts["scores.cuh"].replace("RL_D void run(const Place& p, Square q, const Shift& to_right)", "RL_D void run(const Arguments& a, const Place& p, Square q, const Shift& to_right)")
+    texts["scores.cuh"] = t.replace("back.run(p,", "back.run(a, p,")
     for n, s in texts.items(): (folder / n).write_text(s)
     return folder / "backward.cu"
 
@@ -83,16 +78,16 @@ def run(name):
             for i in range(COUNT[g] - 1):
                 d = [x[g][h * per + s][i + 1] - x[g][h * per + s][i] for h in heads if x[g][h * per + s][i] and x[g][h * per + s][i + 1]]
                 row.append(int(st.median(d)) if d else -1)
-            lag = int(st.median([x[g][h * per + s][1] - x[0][h * per + s][1] for h in heads]))
-            print("  ", s, row, "after scores", lag)
+            lag = int(st.median([x[g][h * per + s][0] - x[0][h * per + s][0] for h in heads]))
+            print("  ", s, row, "after scores", lag, "next", int(st.median([x[g][h * per + s + 1][0] - x[g][h * per + s][0] for h in heads])))
 
 FMARK = MARK.replace("a.dk_heads", "a.lse + static_cast<i64>(a.heads_in_all) * a.T")
 F = [  # anchor, id, after
-    ("    const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4)", 0, 0), ("    wgmma_touch(o);\n    if (RELATIVE) {\n      wgmma_touch(r);", 1, 0),
-    ("      take_window(band, first, r, to_left);\n    }\n", 2, 1), ("      wgmma_fence();\n      multiply_rows(s, aq, tile, !RELATIVE);", 3, 0),
+    ("    const u32 operands = p.operands(), tile = operands + (KEYS_AT >> 4)", 0, 0), ("    wgmma_touch(o);\n    if (STAGED", 1, 0),
+    ("      take_window(band, first, r);\n    }\n", 2, 1), ("      wgmma_fence();\n      multiply_rows(s, aq, tile, !RELATIVE);", 3, 0),
     ("      wgmma_touch(s);\n", 4, 1), ("      if (raise) raise_reference(x, o, s, scale);\n", 5, 1), ("    score(i, j, tile);\n", 6, 1),
     ("    if (RELATIVE) start_window(operands, j == 0 ? 0 : i - j + 1);\n", 7, 1), ("    float share[2];\n", 8, 0),
-    ("    if (p.lane == 0) barrier_arrive(p.keys_empty());\n", 9, 0), ("               share[1], a.T - at, p.lane);\n", 10, 1),
+    ("    if (p.lane == 0) barrier_arrive(p.barrier(QUERY_DONE));\n", 9, 0), ("               share[1], a.T - at, p.lane);\n", 10, 1),
 ]
 FNAMES = "wait | take window | skew | S | mask, raise | exponentials | start | to end | lse, wait | store | to next"
 
@@ -103,10 +98,10 @@ def forward(name):
     folder = Path("/tmp/attn_trace_f"); folder.mkdir(parents=True, exist_ok=True)
     texts = {f.name: f.read_text() for f in SRC.glob("*.cu*")}; s = texts["forward.cu"]
     for anchor, id, after in F:
-        if s.count(anchor) != 1: continue
+        assert s.count(anchor) == 1, anchor
         m = f"MARK(p.group, squares, {id});\n"; s = s.replace(anchor, anchor + m if after else m + anchor)
     s = s.replace("// What a warpgroup holds in registers", FMARK + "// What a warpgroup holds in registers").replace("  u32 aq[D / 16][4], pairs[16];\n  Softmax x;", "  u32 aq[D / 16][4], pairs[16], squares = ~0u;\n  Softmax x;")
-    s = s.replace("  RL_D void square(int i, int j, u32 phase) {\n", "  RL_D void square(int i, int j, u32 phase) {\n    ++squares;\n")
+    start = "  RL_D void square(int i, int j, int top, u32 phase, bool more) {\n"; assert start in s; s = s.replace(start, start + "    ++squares;\n")
     texts["forward.cu"] = s
     for n, t in texts.items(): (folder / n).write_text(t)
     us.lse = torch.zeros(B * H * T + 8 * 300 * 16, device="cuda"); real = short.cuda.load
