@@ -11,12 +11,12 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ridgeline import files
 from ridgeline.errors import RidgelineError
 
 SCHEMA = 1
@@ -220,18 +220,16 @@ def checksum(values: dict[str, Any]) -> str:
 
 
 def write_record(record: Record, file: str | Path) -> Path:
-    """Writes the record beside its place and renames it, with its checksum.
+    """Write the record with its checksum, whole or not at all.
 
     Raises:
         RecordError: the record is not what the schema says.
+        OSError: it cannot be written.
     """
     values = to_json(record)
     target = Path(file)
     target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.with_name(f".{target.name}.{os.getpid()}")
-    aside.write_text(json.dumps({**values, "checksum": checksum(values)}, indent=1) + "\n", encoding="utf-8")
-    aside.replace(target)
-    return target
+    return files.replace(target, json.dumps({**values, "checksum": checksum(values)}, indent=1) + "\n")
 
 
 def read_record(file: str | Path) -> Record:

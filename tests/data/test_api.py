@@ -11,7 +11,7 @@ import pytest
 from ridgeline.data import api, sources
 from ridgeline.data.loader import Validation
 from ridgeline.data.window import WindowSpec
-from ridgeline.errors import DataError
+from ridgeline.errors import ConfigError, DataError
 
 TEXT = "It was a bright cold day in April, and the clocks were striking thirteen.\n" * 5
 
@@ -171,5 +171,5 @@ def test_a_cache_that_cannot_be_names_its_variable_or_reason(tmp_path, monkeypat
         api.load_dataset("tinyshakespeare")
     monkeypatch.delenv("RIDGELINE_CACHE")
     monkeypatch.setattr(Path, "home", lambda: Path("~nobody-of-this-name").expanduser())
-    with pytest.raises(DataError, match=r"no home folder .* set RIDGELINE_CACHE to a folder"):
+    with pytest.raises(ConfigError, match=r"no home folder .* set RIDGELINE_CACHE to a folder"):
         api.load_dataset(tmp_path / "a.txt")

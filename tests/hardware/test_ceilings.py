@@ -37,11 +37,19 @@ def test_ceilings_come_back_as_they_were_kept_one_entry_a_card() -> None:
     assert set(json.loads(ceilings_file().read_text())) == {"NVIDIA H200", "Tesla T4"}
 
 
-def test_a_broken_file_is_an_error_that_names_it() -> None:
+@pytest.mark.parametrize("content", ["{", "[]", '{"NVIDIA H200": 3}', '{"NVIDIA H200": {"speed": 1}}'])
+def test_a_broken_file_is_an_error_that_names_it(content: str) -> None:
     ceilings_file().parent.mkdir(parents=True)
-    ceilings_file().write_text("{")
+    ceilings_file().write_text(content)
     with pytest.raises(UnsupportedError, match=r"ceilings\.json is not a list of ceilings .* delete it"):
         load_ceilings("NVIDIA H200")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UnsupportedError, match=r"cannot write .*ceilings\.json .*; set RIDGELINE_CACHE to a folder"):
+        save_ceilings(H200)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA card here")

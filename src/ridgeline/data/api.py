@@ -1,6 +1,6 @@
 """What the verb `ridgeline data` does: prepare data sets, and find one by name, file or folder.
 
-A prepared data set is a folder. Without a folder of the user's choice it goes to the cache (see `sources.cache`), in a
+A prepared data set is a folder. Without a folder of the user's choice it goes to the cache (see `files.cache`), in a
 folder whose name holds a checksum of its content, so that preparing the same thing again finds it there.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ridgeline import files
 from ridgeline.data import games, shards, sources, text
 from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
@@ -126,7 +127,7 @@ def prepare_melee(
     from ridgeline.data.melee import prepare, take
 
     choice = take.choose(buttons=buttons, shoulder=shoulder, character=character, stage=stage, min_version=min_version)
-    folder = Path(out) if out else sources.cache() / prepare.NAME
+    folder = Path(out) if out else files.cache() / prepare.NAME
     return prepare.prepare(Path(source), folder, choice, processes=count_processes(processes), progress=progress)
 
 
@@ -149,7 +150,7 @@ def load_dataset(name: str | Path) -> TextData | GameData:
         raise DataError("the name of the data is empty; give a data set's name or folder, or a text file")
     path = Path(name)
     if str(name) == "melee" and not path.exists():
-        path = sources.cache() / "melee"
+        path = files.cache() / "melee"
         if not shards.exists(path):
             raise DataError(
                 "replays of Melee do not ship with the package; prepare yours with `ridgeline data melee FOLDER`"
@@ -187,4 +188,4 @@ def _prepare(
 
 
 def _cached(name: str, kind: str, checksum: str) -> Path:
-    return sources.cache() / f"{name}-{kind}-{checksum[:16]}"
+    return files.cache() / f"{name}-{kind}-{checksum[:16]}"

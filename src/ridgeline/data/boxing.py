@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ridgeline import files
 from ridgeline.checkpoint import sha256
-from ridgeline.data import games, shards, sources
+from ridgeline.data import games, shards
 from ridgeline.errors import ConfigError, DataError
 from ridgeline.games.boxing import archive, generate, tables
 from ridgeline.games.boxing.actions import HEADS
@@ -53,7 +54,7 @@ def write(
     file = source or archive.SHIPPED
     demonstrations = _read(file)
     name = GAME.name + ("-visible" if visible else "")
-    folder = out or sources.cache() / f"{name}-v{FEATURES_VERSION}-{sha256(file)[:16]}"
+    folder = out or files.cache() / f"{name}-v{FEATURES_VERSION}-{sha256(file)[:16]}"
     if shards.exists(folder):
         return folder
     return games.write(

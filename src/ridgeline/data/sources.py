@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import sysconfig
 import urllib.request
@@ -21,21 +20,6 @@ TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/maste
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 TIMEOUT = 30.0  # seconds without an answer
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-
-
-def cache() -> Path:
-    """The folder for data sets that were prepared without naming one: RIDGELINE_CACHE or ~/.cache/ridgeline.
-
-    Raises:
-        DataError: there is no home folder and the variable is not set.
-    """
-    named = os.environ.get("RIDGELINE_CACHE")
-    if named:
-        return Path(named)
-    try:
-        return Path.home() / ".cache" / "ridgeline"
-    except RuntimeError as error:
-        raise DataError("there is no home folder to keep data sets in; set RIDGELINE_CACHE to a folder") from error
 
 
 def tinyshakespeare(source: Path | None = None) -> NDArray[np.uint8]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from ridgeline import files
 from ridgeline.errors import UnsupportedError
 from ridgeline.hardware.driver import read_driver
 from ridgeline.hardware.spec import GIB, PRECISIONS, Precision, lacking
@@ -52,35 +52,37 @@ class Ceilings:
 
 def ceilings_file() -> Path:
     """Where measured ceilings are kept."""
-    root = os.environ.get("RIDGELINE_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "ridgeline") / "ceilings.json"
+    return files.cache() / "ceilings.json"
 
 
-def _stored() -> dict[str, dict[str, object]]:
+def _stored() -> dict[str, Ceilings]:
     path = ceilings_file()
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        return {card: Ceilings(**entry) for card, entry in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UnsupportedError(f"{path} is not a list of ceilings ({error}); delete it and measure again") from error
 
 
 def load_ceilings(card: str) -> Ceilings | None:
     """The ceilings last measured on a card, by the driver's name of it; None if there are none."""
-    entry = _stored().get(card)
-    return None if entry is None else Ceilings(**entry)  # type: ignore[arg-type]
+    return _stored().get(card)
 
 
 def save_ceilings(ceilings: Ceilings) -> Path:
-    """Keep `ceilings` for the next `explain`; replaces the card's older ones. Returns the file."""
+    """Keep `ceilings` for the next `explain`; replaces the card's older ones. Returns the file.
+
+    Raises:
+        UnsupportedError: the list of ceilings cannot be read or written.
+    """
     path = ceilings_file()
-    entries = {**_stored(), ceilings.card: asdict(ceilings)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}.tmp")
-    aside.write_text(json.dumps(entries, indent=1))
-    aside.replace(path)
-    return path
+    entries = {card: asdict(entry) for card, entry in {**_stored(), ceilings.card: ceilings}.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return files.replace(path, json.dumps(entries, indent=1))
+    except OSError as error:
+        raise UnsupportedError(f"cannot write {path} ({error.strerror}); set RIDGELINE_CACHE to a folder") from error
 
 
 def _seconds(call: Callable[[], object], repeats: int = 20, warm_up: int = 5) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ridgeline import files
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import Record, write_record
 from ridgeline.train.guards import writing
@@ -56,15 +57,13 @@ def is_foreign(folder: Path) -> bool:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file aside and rename it, so that no interruption leaves a part of it.
+    """Write a file whole, or leave what was there.
 
     Raises:
         RidgelineError: it cannot be written.
     """
     with writing(file.parent):
-        aside = file.with_suffix(".partial")
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, file)
+        files.replace(file, text)
 
 
 def keep_record(record: Record, file: Path) -> Path:

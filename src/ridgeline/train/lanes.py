@@ -9,13 +9,12 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
 
 import ridgeline
-from ridgeline.data import sources
+from ridgeline import files
 from ridgeline.data.loader import Batches
 from ridgeline.engine import TrainStep, choose_lanes
 from ridgeline.train.config import Engine, TrainConfig, engine_called
@@ -82,7 +81,7 @@ def _file(config: TrainConfig) -> Path:
     told = {name: settings[name] for name in ("model", "window", "batch", "accumulation", "precision", "engine")}
     told |= {"card": torch.cuda.get_device_name(config.device), "torch": torch.__version__, "code": _code()}
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
-    return sources.cache() / FOLDER / f"{digest[:32]}.json"
+    return files.cache() / FOLDER / f"{digest[:32]}.json"
 
 
 @functools.cache
@@ -105,8 +104,6 @@ def _read(file: Path) -> dict[int, float] | None:
 def _keep(file: Path, times: dict[int, float]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(times), encoding="utf-8")
-        os.replace(aside, file)
+        files.replace(file, json.dumps(times))
     except OSError:
         return  # a cache that cannot be written costs the next run a measurement, not this one

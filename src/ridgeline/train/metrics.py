@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ridgeline import files
 from ridgeline.errors import RidgelineError, require
 from ridgeline.train.guards import writing
 
@@ -100,10 +100,8 @@ class MetricsFile:
         self._folder = folder
         file = folder / FILE
         kept = [record for record in read_metrics(folder) if record["step"] <= step] if file.exists() else []
-        aside = folder / f"{FILE}.partial"
         with writing(folder):
-            aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-            os.replace(aside, file)
+            files.replace(file, "".join(json.dumps(record) + "\n" for record in kept))
             self._stream = file.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ RUN/last, RUN/best   checkpoints: of the last step saved, and of the lowest vali
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline import checkpoint
+from ridgeline import checkpoint, files
 from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.games import GameData
 from ridgeline.data.loader import Batches
@@ -109,10 +108,8 @@ def write_config(folder: Path, config: TrainConfig) -> None:
     Raises:
         RidgelineError: it cannot be written; one that is there stays.
     """
-    aside = folder / f"{CONFIG}.partial"
     with writing(folder):
-        aside.write_text(to_toml(config), encoding="utf-8")
-        os.replace(aside, folder / CONFIG)
+        files.replace(folder / CONFIG, to_toml(config))
 
 
 def discard(folder: Path) -> None:

@@ -10,10 +10,8 @@ header              {"format", "schema", "origins": […], "games": […]}, a ga
 
 from __future__ import annotations
 
-import contextlib
 import json
 import lzma
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ridgeline import files
 from ridgeline.errors import DataError
 from ridgeline.games.boxing.demos import Demonstration, Origin
 
@@ -61,15 +60,10 @@ def save(path: Path, games: Sequence[Demonstration]) -> Path:
             *((game.executed ^ game.labels).tobytes() for game in games),
         ]
     )
-    aside = path.with_name(f".{path.name}.partial")
     try:
-        aside.write_bytes(lzma.compress(content, filters=_FILTERS))
-        os.replace(aside, path)
+        return files.replace(path, lzma.compress(content, filters=_FILTERS))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         raise DataError(f"cannot write {path}: {error.strerror}; free space or choose another file") from error
-    return path
 
 
 def load(path: Path = SHIPPED) -> list[Demonstration]:

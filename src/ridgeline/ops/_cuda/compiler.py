@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ridgeline import files
 from ridgeline.errors import ConfigError
 from ridgeline.ops._cuda import nvrtc
 
@@ -55,8 +54,7 @@ class Cubin(NamedTuple):
 
 def cache_directory() -> Path:
     """Where compiled kernels are kept: $RIDGELINE_CACHE, or ~/.cache/ridgeline."""
-    root = os.environ.get("RIDGELINE_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "ridgeline") / "cubin"
+    return files.cache() / "cubin"
 
 
 def _sources(path: Path) -> list[Path]:
@@ -96,13 +94,6 @@ def _key(path: Path, defines: Defines, arch: str) -> str:
     return f"{path.stem}-{arch}-{digest.hexdigest()[:24]}"
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file so that no reader ever sees half of it."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as handle:
-        handle.write(data)
-    os.replace(handle.name, path)
-
-
 def build(path: Path, defines: Defines | None = None, arch: str = "sm_90a") -> Cubin:
     """Compile a .cu file for one architecture, or take it from the cache on disk.
 
@@ -125,8 +116,8 @@ def build(path: Path, defines: Defines | None = None, arch: str = "sm_90a") -> C
     image, log = nvrtc.compile_cubin(path.read_text(encoding="utf-8"), path.name, _options(path, defines, arch))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(log_path, log.encode())
-        _write(image_path, image)
+        files.replace(log_path, log)
+        files.replace(image_path, image)
     except OSError as error:
         raise ConfigError(f"cannot keep compiled kernels in {folder} ({error}); set RIDGELINE_CACHE") from error
     return Cubin(image, log, arch)
