@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,7 @@ from ridgeline.bench import doctor as doctoring
 from ridgeline.bench.doctor import OpChoice, best_precision, choices_of, doctor, pick, ptxas
 from ridgeline.bench.doctor_view import render_doctor
 from ridgeline.bench.findings import Facts, find, numbers
-from ridgeline.bench.sdpa import SdpaAnswer, ask_sdpa
+from ridgeline.bench.sdpa import SdpaAnswer, _refusal, ask_sdpa
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.models import DecoderConfig
 from ridgeline.presets import PRESETS, preset
@@ -27,7 +29,7 @@ def names(facts: Facts) -> dict[str, str]:
 
 
 def answer(backend: str, **settings: object) -> SdpaAnswer:
-    return replace(SdpaAnswer(call="as impl='torch' calls it", backend=backend, refused={}, score_bytes=0), **settings)
+    return replace(SdpaAnswer(call="as impl='torch' calls it", backend=backend, others={}, score_bytes=0), **settings)
 
 
 def test_a_sound_machine_has_no_findings() -> None:
@@ -146,6 +148,35 @@ def test_scores_in_memory_are_counted_for_math_and_for_masks() -> None:
     assert answers[1].score_bytes == 0
 
 
+def _warn(function: str, words: str) -> None:
+    """What PyTorch's C++ code writes, past Python."""
+    line = f"[W1129 19:25:33.580655808 sdp_utils_cpp.h:262] Warning: {words} (function {function})\n"
+    os.write(2, line.encode())
+
+
+def test_reasons_are_heard_wherever_pytorch_says_them(capfd: pytest.CaptureFixture[str]) -> None:
+    given = {"q": torch.zeros(1, 1, 8, 8), "mask": torch.zeros(1, 1, 8, 8, requires_grad=True), "p": 0.1}
+    call = {"k": given["q"], "v": given["q"], "causal": False, "grouped": False}
+    given = {name: {**given, **call}[name] for name in ("q", "k", "v", "mask", "p", "causal", "grouped")}
+
+    def speaks(params: object, debug: bool) -> bool:
+        warnings.warn("Memory efficient kernel not used because:", stacklevel=1)
+        warnings.warn("no such head (Triggered internally at sdp_utils.cpp:12.)", stacklevel=1)
+        _warn("check_for_attn_mask", "no mask")
+        return False
+
+    assert _refusal(speaks, given) == "no such head; no mask"
+    assert _refusal(lambda params, debug: params.attn_mask is None or not params.attn_mask.requires_grad, given) == (
+        "does not take a gradient of the mask, by trial"
+    )
+    assert _refusal(lambda params, debug: params.dropout == 0, given) == "does not take dropout, by trial"
+    assert _refusal(lambda params, debug: False, given) == "refused without a word"
+    assert _refusal(lambda params, debug: True, given) is None
+    assert capfd.readouterr().err == ""
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
+
+
 def test_pick_takes_the_fastest_that_can_run_and_says_why_not_the_others() -> None:
     reasons = {"cuda": "needs a Hopper card", "triton": None, "torch": None, "reference": None}
     assert pick("norm", tuple(reasons), reasons.get) == OpChoice(
@@ -233,6 +264,8 @@ def test_doctor_on_a_card() -> None:
     result = doctor("hal-20m")
     assert result.driver is not None
     assert result.sdpa[0].backend in ("cudnn", "flash", "efficient", "math")
-    assert all(result.sdpa[1].refused.values())
+    for answer in result.sdpa:
+        assert {answer.backend, *answer.others} >= {"flash", "efficient", "cudnn", "math"}
+        assert all(reason and reason != "refused without a word" for reason in answer.others.values())
     console = Console(width=160)
     console.print(render_doctor(result))

@@ -41,12 +41,12 @@ def _ops(result: DoctorResult) -> Table:
 
 def _sdpa(result: DoctorResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="attention through PyTorch", title_justify="left")
-    for header in ("call", "backend", "scores in memory", "refused by"):
+    for header in ("call", "backend", "scores in memory", "and not"):
         table.add_column(header, overflow="fold")
     for answer in result.sdpa:
         held = f"{answer.score_bytes / MIB:.2f} MiB a window and layer" if answer.score_bytes else "no"
-        refused = [f"{backend}: {reason}" for backend, reason in answer.refused.items()]
-        table.add_row(answer.call, answer.backend, held, "\n".join(refused))
+        others = [f"{backend}: {reason}" for backend, reason in answer.others.items()]
+        table.add_row(answer.call, answer.backend, held, "\n".join(others))
     return table
 
 

@@ -7,9 +7,15 @@ whatever the others refuse, without a word.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import sys
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +24,14 @@ from torch.nn.attention import SDPBackend
 from ridgeline.models import DecoderConfig
 
 WINDOWS = 2  # the dispatcher looks at shapes, not at how many windows there are
+MATH = "math"
+STANDARD_ERROR = 2  # file descriptor
 _FUSED: dict[str, str] = {
     "flash": "can_use_flash_attention",
     "efficient": "can_use_efficient_attention",
     "cudnn": "can_use_cudnn_attention",
 }
+_WARNING = re.compile(r"Warning: (.*?)\s*(?:\(function \w+\)|\(Triggered .*)?$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +41,14 @@ class SdpaAnswer:
     Attributes:
         call: the call in words.
         backend: cudnn, flash, efficient, math or overrideable.
-        refused: why each fused backend would not take it, as PyTorch words it; empty on the CPU.
+        others: why each other backend would not run, where it refuses as PyTorch words it; empty on the CPU.
         score_bytes: what one layer's (B, H, T, T) scores take for each window, if they are held in memory; else 0.
         masked: the call has an explicit mask, which carries a gradient.
     """
 
     call: str
     backend: str
-    refused: dict[str, str]
+    others: dict[str, str]
     score_bytes: int
     masked: bool = False
 
@@ -49,18 +58,63 @@ def _ask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, grouped
     return SDPBackend(choice).name.lower().removesuffix("_attention")
 
 
-def _refusals(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, grouped: bool) -> dict[str, str]:
-    if q.device.type != "cuda":
+@contextlib.contextmanager
+def _said() -> Iterator[list[str]]:
+    """Every warning of PyTorch's meanwhile, those that its C++ code writes to standard error included."""
+    heard: list[str] = []
+    always = torch.is_warn_always_enabled()
+    if sys.stderr is not None:
+        sys.stderr.flush()
+    with tempfile.TemporaryFile() as file, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kept = os.dup(STANDARD_ERROR)
+        try:
+            torch.set_warn_always(True)
+            os.dup2(file.fileno(), STANDARD_ERROR)
+            yield heard
+        finally:
+            os.dup2(kept, STANDARD_ERROR)
+            os.close(kept)
+            torch.set_warn_always(always)
+        file.seek(0)
+        text = "\n".join([*(f"Warning: {w.message}" for w in caught), file.read().decode(errors="replace")])
+        heard += (words for words in _WARNING.findall(text) if not words.endswith("because:"))
+
+
+def _refusal(can_use: Callable[[object, bool], bool], given: dict[str, Any]) -> str | None:
+    """Why a fused backend would not take a call; None if it would.
+
+    PyTorch refuses some calls without a word: then the call is changed, one thing at a time, until it is taken.
+    """
+
+    def takes(**changes: Any) -> bool:
+        call = {**given, **changes}
+        return can_use(torch.backends.cuda.SDPAParams(*call.values()), True)
+
+    with _said() as heard:
+        if takes():
+            return None
+    if heard:
+        return "; ".join(dict.fromkeys(heard))
+    mask = given["mask"]
+    changes: dict[str, dict[str, Any]] = {"dropout": {"p": 0.0}}
+    if mask is not None:
+        changes = {"a gradient of the mask": {"mask": mask.detach()}, "a mask": {"mask": None}, **changes}
+    with _said():
+        thing = next((name for name, change in changes.items() if takes(**change)), None)
+    return "refused without a word" if thing is None else f"does not take {thing}, by trial"
+
+
+def _others(backend: str, given: dict[str, Any]) -> dict[str, str]:
+    """Every backend but the one that is taken, with the reason."""
+    if given["q"].device.type != "cuda":
         return {}
     found = {}
-    parameters = torch.backends.cuda.SDPAParams(q, k, v, mask, p, mask is None, grouped)
     for name, function in _FUSED.items():
-        can_use: Callable[[object, bool], bool] = getattr(torch.backends.cuda, function)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            if not can_use(parameters, True):
-                words = (str(warning.message).split(" (Triggered")[0].strip() for warning in said)
-                found[name] = "; ".join(word for word in words if not word.endswith("because:")) or "refused, no reason"
+        if name != backend:
+            found[name] = _refusal(getattr(torch.backends.cuda, function), given) or f"would take it, after {backend}"
+    if backend != MATH:
+        found[MATH] = "takes what all others refuse"
     return found
 
 
@@ -78,11 +132,12 @@ def ask_sdpa(c: DecoderConfig, T: int, device: torch.device, dtype: torch.dtype)
         shape = (WINDOWS, c.heads, T, T)
         mask = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True) if masked else None
         backend = _ask(q, k, v, mask, p, grouped)
-        held = backend == "math" or masked
+        held = backend == MATH or masked
+        given = {"q": q, "k": k, "v": v, "mask": mask, "p": p, "causal": mask is None, "grouped": grouped}
         return SdpaAnswer(
             call=call,
             backend=backend,
-            refused=_refusals(q, k, v, mask, p, grouped),
+            others=_others(backend, given),
             score_bytes=c.heads * T * T * dtype.itemsize if held else 0,
             masked=masked,
         )
