@@ -25,7 +25,7 @@ def full(*_, **__):
 
 
 def test_a_disk_that_is_full_from_the_start_leaves_nothing(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(RidgelineError, match=r"cannot write to the run's folder run \(No space left on device\); free"):
         train(config)
     assert not (tmp_path / "run").exists()
