@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import time
 
 import pytest
 import torch
@@ -103,6 +104,21 @@ def test_training_by_the_clock_leaves_checkpoints_and_goes_on(data, tmp_path):
     assert seen[0].train_loss is None
     saved = checkpoint.load(tmp_path / "one" / checkpoint_name(1.2))
     assert (saved.meta["step"], saved.meta["data"]["position"]) == (seen[-1].steps, seen[-1].samples)
+
+
+def test_the_clock_waits_for_its_turn(data, tmp_path):
+    (contender,) = racers(data, SMALL)
+    called = []
+
+    def ready():
+        called.append(len(read_points(tmp_path / "one")))
+        time.sleep(0.5)
+
+    task = Task(to_dict(contender.config), str(tmp_path / "one"), (0.0, 0.2), 1)
+    first, last = (point for point in train_on_clock(task, ready) if point)
+    assert called == [1]  # the start is there, nothing else
+    assert first.seconds == 0
+    assert 0.2 <= last.seconds < 0.6
 
 
 def test_the_steps_that_prepare_are_taken_back(data, tmp_path):

@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,11 +85,15 @@ class Task(NamedTuple):
     threads: int
 
 
-def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
+def train_on_clock(task: Task, ready: Callable[[], object] = lambda: None) -> Generator[Point | None, None, None]:
     """Train a contender, from its last checkpoint on if there is one, and yield each point as its checkpoint is there.
 
     None now and then is a sign of life. A training that comes to numbers that are not finite ends there, and its reason
     is noted (`read_failure`): that is a result of the race.
+
+    Args:
+        task: what is trained.
+        ready: called when the step is prepared; the clock starts when it returns.
 
     Raises:
         RidgelineError: it cannot be trained; points that were reached are kept.
@@ -105,6 +109,7 @@ def train_on_clock(task: Task) -> Generator[Point | None, None, None]:
             state.write_config(folder, run.config)
             yield run.leave(0.0)
         run.prepare(folder / checkpoint_name(done[-1].at if done else 0.0))
+        ready()
         try:
             for at in task.grid[len(done) or 1 :]:
                 while run.progress.seconds < at:
