@@ -28,7 +28,7 @@ SETTINGS = OptimizerConfig(lr=3e-4, warmup=100, clip=0.5)
 # what the captured step of a preset may fill, by a part of the kernel's name: how often a step, and what that is
 FILLS = {
     "Memset": (48, "counters by which cuBLAS's products share their tiles, in its own workspace: seven a layer"),
-    "FillFunctor": (14, "sums that several blocks add to, one a layer and one a table; the gradient of the loss, 1"),
+    "FillFunctor": (13, "sums that several blocks add to, one a layer and one a table"),
 }
 
 

@@ -66,7 +66,7 @@ def test_written_and_given_gradients_add_up(cut):
 def test_a_sink_keeps_what_bf16_would_round():
     def train(sinks: bool) -> Tensor:
         step = TrainStep(Net(sinks), loss, precision="bf16")
-        step.update = lambda: None  # keep the gradient
+        step.update = lambda loss: None  # keep the gradient
         step(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
         return step.flat.views(step.flat.grad)["twice"].clone()
 

@@ -61,6 +61,10 @@ class Passes:
         cut: how the batch is cut.
         seed_step: int64[2], seed and step of the dropout masks.
         loss_scale: fp32[1].
+
+    Attributes:
+        loss: as given.
+        whole: fp32[1], the loss of the last batch where that was one piece; None where its sum is in the lanes' slots.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class Passes:
         self.loss, self.flat, self.precision, self.cut = loss, flat, precision, cut
         self.seed_step, self.loss_scale = seed_step, loss_scale
         self.mark: Mark = no_mark
+        self.whole: Tensor | None = None
+        self._one = torch.ones((), device=flat.device)  # the loss's own gradient, not filled anew in every step
         self._streams: list[torch.cuda.Stream] = []
         if flat.device.type == "cuda":
             self._streams = [torch.cuda.Stream(flat.device) for _ in range(cut.lanes - 1)]
@@ -132,12 +138,15 @@ class Passes:
             return target * self.loss_scale.view(()) if self.precision.scaled else target
 
     def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int) -> Tensor:
-        """The loss times its share of the whole batch; adds both to the lane's slots."""
+        """The loss times its share of the whole batch; adds both to the lane's slots, unless it is all of it."""
         gradients = self.flat.lanes[lane]
         share: Tensor | float = 1.0 / (self.cut.pieces * self.cut.world)
+        if share == 1.0 and self.cut.weight is None:
+            self.whole = loss.detach().view(1)
+            return loss
         if self.cut.weight is not None:
             share = self.cut.weight(piece).float() * share
-        target = loss * share if isinstance(share, Tensor) or share != 1.0 else loss
+        target = loss * share
         with torch.no_grad():
             noted = target.detach().view(1)
             if isinstance(share, Tensor):
@@ -151,4 +160,4 @@ class Passes:
         gradients = self.flat.lanes[lane]
         gradients.begin(add=part > 0)
         with self.flat.swapped(lane), self.precision.products():
-            gradients.gather(torch.autograd.grad(target, gradients.leaves, allow_unused=True))
+            gradients.gather(torch.autograd.grad(target, gradients.leaves, self._one, allow_unused=True))

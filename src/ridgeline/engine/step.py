@@ -163,7 +163,7 @@ class TrainStep:
                 self.passes.mark("all-reduce")  # what of it the backward pass has not hidden
                 reduction.finish()
             self.passes.mark("optimizer")
-            self.update()
+            self.update(self.passes.whole)
             self.passes.mark(END)
 
         return run

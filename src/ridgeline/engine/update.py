@@ -106,7 +106,7 @@ class Update:
         self._muon = MuonUpdate(flat, config, self.first, impl) if flat.start else None
         self._run = self._triton() if impl == "triton" else self._torch
 
-    def _triton(self) -> Callable[[], None]:
+    def _triton(self) -> Callable[[Tensor], None]:
         """The update by ops.optimizer's kernels, on this object's own state."""
         demand("triton", IMPLEMENTATIONS, self.flat.device)
         from ridgeline.ops.optimizer.triton import adamw_raw, plan_numbers, workspace
@@ -142,8 +142,8 @@ class Update:
         )
         work = workspace(flat.device)
 
-        def run() -> None:
-            adamw_raw(state, settings, work)
+        def run(loss: Tensor) -> None:
+            adamw_raw(state._replace(loss=loss), settings, work)
             if self._muon is not None:
                 self._muon(*plan_numbers(work))
 
@@ -170,16 +170,20 @@ class Update:
         self._rates.fill_(rate)
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """One update from the flat gradient, whose content is used up."""
-        self._run()
+    def __call__(self, loss: Tensor | None = None) -> None:
+        """One update from the flat gradient, whose content is used up.
 
-    def _torch(self) -> None:
+        Args:
+            loss: fp32[1], the step's loss; None where it lies behind the gradient, as a sum over pieces does.
+        """
+        self._run(self.flat.lanes[0].loss if loss is None else loss)
+
+    def _torch(self, loss: Tensor) -> None:
         flat, config = self.flat, self.config
         step = self.seed_step[1:]
         lr = self._rates.index_select(0, step.clamp(max=len(self._rates) - 1))
         divisor = self.loss_scale * flat.lanes[0].weight if self.weighted else self.loss_scale
-        loss = flat.lanes[0].loss / flat.lanes[0].weight if self.weighted else flat.lanes[0].loss
+        loss = loss / flat.lanes[0].weight if self.weighted else loss
         norm = torch.linalg.vector_norm(flat.grad[: flat.size]).view(1) / divisor
         bad = (~torch.isfinite(norm + loss)).float()
         if config.clip > 0:
