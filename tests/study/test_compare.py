@@ -1,5 +1,6 @@
 """Comparisons: contenders by name, rates tuned alike, differences with their spread, a study that goes on."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -143,9 +144,28 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "another study (seeds differ)" in capsys.readouterr().err.replace("\n", " ")
 
 
+@pytest.mark.slow
+def test_beside_each_other(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contenders in processes of their own learn what they learn one after another; each step is timed alone."""
+    found = []
+    for name, processes in (("one", "1"), ("two", "2")):
+        arguments = [*options(text, tmp_path / name), "--seeds", "1", "--rates", "1e-3", "--processes", processes]
+        assert main([*arguments, "--json"]) == 0
+        contenders = json.loads(capsys.readouterr().out.splitlines()[-1])["contenders"]
+        assert all(row.pop("tokens_per_s") > 0 for row in contenders)
+        found.append(contenders)
+    assert found[0] == found[1]
+    record = read_record(tmp_path / "two" / "record.json")
+    curve = next(curve for curve in record.curves if curve["name"] == SMALL)  # type: ignore[union-attr]
+    step_ms = record.contenders[0].step_ms
+    assert step_ms is not None
+    assert curve["seconds"] == pytest.approx([step * step_ms / 1e3 for step in curve["x"]])
+
+
 def test_goes_on_after_a_stop(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run cut off between its checkpoints is gone on with; runs that ended before it are not repeated."""
     config = find_contender(f"{SMALL}+data='{text}'+steps=6+batch=2+window.context=16+eval_interval=2+eval_windows=2")
+    config = dataclasses.replace(config, device="cpu", precision="fp32", engine="eager")
     whole = run_once(config, tmp_path / "whole", QUIET)
     calls = []
     real = module.run_once
@@ -170,6 +190,8 @@ def test_goes_on_after_a_stop(text: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (["--rates", "0"], "rates must be positive"),
         (["--rates", "1e-3", "1e-3"], "rates must differ"),
         (["--seeds", "0"], "seeds must be"),
+        (["--gpus", "99"], "at most the number of cards"),
+        (["--processes", "0"], "processes must be 1 or more"),
         (["--each-change", "--steps", "0"], "steps must be positive"),
     ],
 )

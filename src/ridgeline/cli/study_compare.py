@@ -18,7 +18,7 @@ from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError
 from ridgeline.study.compare import Comparison, Plan, compare
 from ridgeline.study.comparison_record import comparison_record, rows
-from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes
+from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes, spread
 from ridgeline.study.folder import RECORD, keep_record
 from ridgeline.study.runs import StoppedError
 from ridgeline.train.resolve import resolve
@@ -54,6 +54,9 @@ class Options:
         batch: windows in a step.
         context: positions in a window.
         eval_interval: steps between validations.
+        processes: contenders that are trained at a time, each in a process of its own. A step of each is timed alone at
+            the end, so that no seconds are of a shared machine.
+        gpus: cards over which the contenders are spread.
         device: where to train: cpu, cuda, cuda:N or auto.
         engine: how a step is run; see `ridgeline train --help`.
         precision: of training.
@@ -72,6 +75,8 @@ class Options:
     batch: int | None = None
     context: int | None = None
     eval_interval: int | None = None
+    processes: int = 1
+    gpus: int = 1
     device: str | None = None
     engine: str | None = None
     precision: str | None = None
@@ -86,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
     plan = _plan(options)
     said = Console(stderr=True)
     try:
-        result = compare(plan, options.out, said)
+        result = compare(plan, options.out, said, options.processes)
     except StoppedError as stopped:
         said.print(str(stopped), highlight=False)
         return INTERRUPTED
@@ -119,6 +124,7 @@ def _plan(options: Options) -> Plan:
     if recipe.data in ("boxing", "boxing-visible"):
         replay_shipped(recipe.data)
     data = load_dataset(recipe.data)
+    configs = spread(configs, options.gpus)
     rates = options.rates or tuple(recipe.optimizer.lr * factor for factor in FACTORS)
     return Plan(
         configs={name: resolve(config, data) for name, config in configs.items()},
@@ -135,8 +141,9 @@ def _settings(options: Options) -> Mapping[str, Any]:
         given["window"] = {"context": options.context}
     settings = {**(QUICK if options.quick else {"eval_windows": 0}), **given}
     steps = settings.get("steps")
-    # a checkpoint at every validation would be most of a short run's time; they go with the run anyway
-    return {**settings, "track": [], **({"checkpoint_interval": steps} if steps else {})}
+    # a checkpoint at every validation would be most of a short run's time; they go with the run anyway. One lane: to
+    # measure whether two are faster takes as long as such a run
+    return {**settings, "lanes": 1, "track": [], **({"checkpoint_interval": steps} if steps else {})}
 
 
 def _print(result: Comparison, file: Path) -> None:

@@ -4,6 +4,9 @@ Every contender is trained with the first one's data, windows, batch, optimiser,
 differs. For each, the learning rate is chosen among the same rates by one run each with a seed that the comparison
 itself does not use, and rates are added while the best lies at an end of the list. Then every seed is trained once.
 Runs with the same seed see the same windows in the same order, so differences are taken seed by seed.
+
+Contenders may be trained beside each other, which does not change what they learn. So a comparison never counts the
+seconds of its runs: at the end a step of each contender is timed alone, and seconds are steps of that length.
 """
 
 from __future__ import annotations
@@ -12,27 +15,31 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 
 from ridgeline.data.api import load_dataset
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
+from ridgeline.games.parallel import run_parallel
 from ridgeline.models.accounting import parameters
 from ridgeline.study.folder import claimed, is_foreign, write_whole
 from ridgeline.study.ngram import ngram_losses
-from ridgeline.study.runs import Run, run_once
+from ridgeline.study.pace import step_seconds
+from ridgeline.study.runs import Point, Run, StoppedError, run_once
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.guards import writing
 from ridgeline.train.settings import to_dict
 
 TUNING_SEED = 1000  # above the seeds that a comparison counts
 EXTENSIONS = 2  # how often a rate is added at an end of the list
-PLAN = "plan.json"
+PLAN, PACE = "plan.json", "pace.json"
+SILENCE_SECONDS = 7 * 24 * 3600.0  # that all runs of a contender may take in a process of their own
 # two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom; beyond them the normal's is near enough
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -74,6 +81,7 @@ class Standing:
         rate: the learning rate it was given.
         tried: held-out loss at the end by learning rate tried; None where the run diverged.
         runs: by seed.
+        step_s: seconds of a step, timed alone.
     """
 
     name: str
@@ -81,6 +89,7 @@ class Standing:
     rate: float
     tried: Mapping[float, float | None]
     runs: tuple[Run, ...]
+    step_s: float = math.nan
 
     @property
     def finals(self) -> list[float]:
@@ -91,6 +100,16 @@ class Standing:
     def bests(self) -> list[float]:
         """Lowest held-out losses, by seed."""
         return [run.best for run in self.runs]
+
+    def seconds(self, point: Point) -> float:
+        """Training seconds until a point of a run."""
+        return point.step * self.step_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Positions learned from in a second of training."""
+        last = self.runs[0].points[-1]
+        return last.tokens / self.seconds(last)
 
     @property
     def at_edge(self) -> bool:
@@ -126,24 +145,69 @@ class Comparison:
     ngrams: Mapping[int, float]
 
 
-def compare(plan: Plan, folder: Path, console: Console) -> Comparison:
+def compare(plan: Plan, folder: Path, console: Console, processes: int = 1) -> Comparison:
     """Run the plan in `folder`; a run that is there already is not repeated.
 
+    Args:
+        plan: what is compared.
+        folder: new, empty or of the same comparison.
+        console: where progress is told.
+        processes: contenders that are trained at a time; more than one, each in a process of its own.
+
     Raises:
-        ConfigError: the folder holds another comparison or another process is at work in it; or every rate
-            diverged for a contender.
+        ConfigError: the folder holds another comparison or another process is at work in it; every rate
+            diverged for a contender; or fewer than one process.
         StoppedError: SIGINT; the same call goes on.
     """
+    if processes < 1:
+        raise ConfigError(f"processes must be 1 or more, got {processes}")
     keep_plan(folder, _describe(plan))
     with claimed(folder):
-        standings = tuple(_stand(name, config, plan, folder, console) for name, config in plan.configs.items())
+        trained = _trained_apart(plan, folder, processes) if processes > 1 else _trained(plan, folder, console)
+        standings = []
+        for standing, config in zip(trained, plan.configs.values(), strict=True):
+            pace = step_seconds(config, _home(folder, standing.name) / PACE)
+            standings.append(dataclasses.replace(standing, step_s=pace))
     first = standings[0]
     return Comparison(
         plan=plan,
-        standings=standings,
+        standings=tuple(standings),
         differences=tuple(difference(other, first) for other in standings[1:]),
         ngrams=_lines(next(iter(plan.configs.values()))),
     )
+
+
+def _trained(plan: Plan, folder: Path, console: Console) -> list[Standing]:
+    """All contenders, one after another."""
+    return [_stand(name, config, plan, folder, console, console) for name, config in plan.configs.items()]
+
+
+class _Task(NamedTuple):
+    """What a process needs to train a contender."""
+
+    name: str
+    plan: Plan
+    folder: Path
+
+
+def _trained_apart(plan: Plan, folder: Path, processes: int) -> list[Standing]:
+    """All contenders, so many at a time."""
+    names = list(plan.configs)
+    tasks = [_Task(name, plan, folder) for name in names]
+    found: dict[int, Standing] = {}
+    try:
+        found |= run_parallel(_stand_apart, tasks, processes=processes, timeout=SILENCE_SECONDS, names=names)
+    except KeyboardInterrupt as stop:
+        raise StoppedError("stopped; the same command goes on from here") from stop
+    return [found[index] for index in range(len(names))]
+
+
+def _stand_apart(task: _Task) -> Iterator[Standing]:
+    """One contender, in a process of its own, which says of each run that it begins and nothing of its steps."""
+    config = task.plan.configs[task.name]
+    if config.device.startswith("cuda"):
+        torch.cuda.set_device(config.device)
+    yield _stand(task.name, config, task.plan, task.folder, Console(stderr=True), Console(quiet=True))
 
 
 def difference(one: Standing, other: Standing) -> Difference:
@@ -183,21 +247,29 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
+    """What makes it the same comparison; which card a contender is trained on does not."""
     return {
         "kind": "compare",
-        "contenders": {name: to_dict(config) for name, config in plan.configs.items()},
+        "contenders": {
+            name: {key: value for key, value in to_dict(config).items() if key != "device"}
+            for name, config in plan.configs.items()
+        },
         "rates": list(plan.rates),
         "seeds": plan.seeds,
     }
 
 
-def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console) -> Standing:
+def _home(folder: Path, name: str) -> Path:
+    return folder / "runs" / name.replace("/", "_")
+
+
+def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console, live: Console) -> Standing:
+    """A contender's rate and runs; `console` is told of each run, `live` of its steps."""
+
     def one(rate: float, seed: int) -> Run:
         console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False)
-        place = folder / "runs" / name.replace("/", "_") / f"lr-{rate!r}-seed-{seed}"
-        return run_once(
-            dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, console
-        )
+        place = _home(folder, name) / f"lr-{rate!r}-seed-{seed}"
+        return run_once(dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, live)
 
     rate, tried = (plan.rates[0], {}) if len(plan.rates) == 1 else tune(plan.rates, lambda r: one(r, TUNING_SEED))
     if not math.isfinite(rate):

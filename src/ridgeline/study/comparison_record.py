@@ -47,12 +47,12 @@ def rows(result: Comparison) -> list[dict[str, Any]]:
             "best_spread": _spread(standing.bests),
             "final_loss": statistics.fmean(standing.finals),
             "final_spread": _spread(standing.finals),
-            "tokens_per_s": statistics.fmean(run.tokens_per_s for run in standing.runs),
+            "tokens_per_s": standing.tokens_per_s,
         }
         if result.plan.target is not None:
             held = [run.first_held(result.plan.target) for run in standing.runs]
             row["reached"] = sum(point is not None for point in held)
-            row["target_s"] = statistics.fmean(p.seconds for p in held if p) if all(held) else None
+            row["target_s"] = statistics.fmean(standing.seconds(p) for p in held if p) if all(held) else None
         difference = differences.get(standing.name)
         if difference is not None:
             row["difference"] = {
@@ -67,7 +67,7 @@ def rows(result: Comparison) -> list[dict[str, Any]]:
 
 
 def curve(standing: Standing) -> dict[str, Any]:
-    """Mean held-out loss by step with the lowest and highest seed around it; seconds are the mean's."""
+    """Mean held-out loss by step with the lowest and highest seed around it."""
     stacked: list[tuple[Point, ...]] = list(zip(*(run.points for run in standing.runs), strict=False))
     losses = [[point.val_loss for point in points] for points in stacked]
     return {
@@ -78,7 +78,7 @@ def curve(standing: Standing) -> dict[str, Any]:
         "low": [min(values) for values in losses],
         "high": [max(values) for values in losses],
         "tokens": [points[0].tokens for points in stacked],
-        "seconds": [statistics.fmean(point.seconds for point in points) for points in stacked],
+        "seconds": [standing.seconds(points[0]) for points in stacked],
         "x_label": "step",
         "y_label": "held-out loss (nats)",
     }
@@ -98,15 +98,13 @@ def _run(standing: Standing, seed: int, run: Run) -> dict[str, Any]:
         "seed": seed,
         "steps": [point.step for point in run.points],
         "tokens": [point.tokens for point in run.points],
-        "seconds": [point.seconds for point in run.points],
+        "seconds": [standing.seconds(point) for point in run.points],
         "val_loss": [point.val_loss for point in run.points],
     }
 
 
 def _speed(standing: Standing) -> ContenderResult:
-    last = standing.runs[-1].points[-1]
-    tokens_per_s = statistics.fmean(run.tokens_per_s for run in standing.runs)
-    return ContenderResult(name=standing.name, tokens_per_s=tokens_per_s, step_ms=1e3 * last.seconds / last.step)
+    return ContenderResult(name=standing.name, tokens_per_s=standing.tokens_per_s, step_ms=1e3 * standing.step_s)
 
 
 def _spread(values: Sequence[float]) -> float | None:

@@ -13,6 +13,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ridgeline.errors import ConfigError
 from ridgeline.models import DecoderConfig
 from ridgeline.presets import preset
@@ -87,6 +89,31 @@ def distinct(names: Sequence[str]) -> list[str]:
     if len(names) < 2:
         raise ConfigError("a comparison needs two contenders or more: ridgeline study compare gpt2-c256 fast-c256")
     return list(names)
+
+
+def check_gpus(gpus: int) -> None:
+    """Refuse more cards than there are.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    if gpus < 1 or (gpus > 1 and gpus > torch.cuda.device_count()):
+        raise ConfigError(f"gpus must be 1 or at most the number of cards ({torch.cuda.device_count()}), got {gpus}")
+
+
+def spread(configs: Mapping[str, TrainConfig], gpus: int) -> dict[str, TrainConfig]:
+    """The contenders dealt out over the first `gpus` cards; with one, they stay where they are.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    check_gpus(gpus)
+    if gpus == 1:
+        return dict(configs)
+    return {
+        name: dataclasses.replace(config, device=f"cuda:{number % gpus}")
+        for number, (name, config) in enumerate(configs.items())
+    }
 
 
 def _nested(change: str, name: str) -> dict[str, Any]:

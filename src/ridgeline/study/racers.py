@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
-from ridgeline.study.contenders import find_contender
+from ridgeline.study.contenders import check_gpus, find_contender
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override
@@ -51,8 +49,7 @@ def find_racers(
     """
     if not words:
         raise ConfigError(f"a race needs contenders; {FORM}")
-    if gpus < 1 or (gpus > 1 and gpus > torch.cuda.device_count()):
-        raise ConfigError(f"gpus must be 1 or at most the number of cards ({torch.cuda.device_count()}), got {gpus}")
+    check_gpus(gpus)
     found = []
     for number, word in enumerate(words):
         name, *rest = word.split(":")

@@ -56,12 +56,6 @@ class Run:
         """Lowest held-out loss."""
         return min(point.val_loss for point in self.points)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens a training second, start-up of the engine included."""
-        last = self.points[-1]
-        return last.tokens / last.seconds if last.seconds else 0.0
-
     def first_held(self, target: float) -> Point | None:
         """The first of two validations in a row at or below `target`; None where there are none."""
         for point, following in zip(self.points, self.points[1:], strict=False):
