@@ -19,7 +19,8 @@ from typing import Any
 from ridgeline import files
 from ridgeline.errors import RidgelineError
 
-SCHEMA = 1
+SCHEMA = 2
+ADDED = {2: ("bytes_per_s", "bandwidth")}  # what a contender's result has since a schema
 KINDS = ("bench", "ops", "explain", "study", "race", "search")
 
 
@@ -48,6 +49,8 @@ class ContenderResult:
         step_ms: median milliseconds of a step.
         spread: distance from the 10th to the 90th percentile of the step times, as a share of the median.
         mfu: model FLOPs a second as a share of the card's dense peak.
+        bytes_per_s: the step's fewest bytes a second, all cards together.
+        bandwidth: those bytes as a share of the card's bandwidth; None where most can have stayed in its cache.
         floor_share: the step's floor time as a share of the measured time.
         peak_memory_bytes: most device memory that tensors held.
         first_step_s: seconds of the first step in a fresh process with empty caches.
@@ -64,6 +67,8 @@ class ContenderResult:
     step_ms: float | None = None
     spread: float | None = None
     mfu: float | None = None
+    bytes_per_s: float | None = None
+    bandwidth: float | None = None
     floor_share: float | None = None
     peak_memory_bytes: int | None = None
     first_step_s: float | None = None
@@ -125,8 +130,8 @@ class Record:
         return next((c for c in self.contenders if c.name == name and group in (None, c.group)), None)
 
 
-_SHARES = {"mfu", "floor_share", "overlap"}
-_POSITIVE = {"tokens_per_s", "windows_per_s", "step_ms", "us", "batch", "context"}
+_SHARES = {"mfu", "bandwidth", "floor_share", "overlap"}
+_POSITIVE = {"tokens_per_s", "windows_per_s", "bytes_per_s", "step_ms", "us", "batch", "context"}
 
 
 def _check_numbers(values: dict[str, Any], where: str) -> None:
@@ -172,8 +177,27 @@ def _build(cls: type, values: Any, where: str) -> Any:
     return cls(**values)
 
 
+def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
+    """A record of an earlier schema in the layout of this one: what was not measured then is null.
+
+    Raises:
+        RecordError: it has what its schema did not.
+    """
+    if not isinstance(values.get("contenders"), list):
+        return values
+    new = [key for schema, keys in ADDED.items() if schema > values["schema"] for key in keys]
+    for place, contender in enumerate(values["contenders"]):
+        odd = sorted(contender.keys() & new) if isinstance(contender, dict) else ()
+        if odd:
+            raise RecordError(
+                f"contenders[{place}] differs from schema {values['schema']} in its keys: {', '.join(odd)}"
+            )
+    contenders = [{**c, **dict.fromkeys(new)} if isinstance(c, dict) else c for c in values["contenders"]]
+    return {**values, "contenders": contenders, "schema": SCHEMA}
+
+
 def from_json(values: Any) -> Record:
-    """The record in a JSON object without its checksum.
+    """The record in a JSON object without its checksum; one of an earlier schema comes back in this one.
 
     Raises:
         RecordError: a later schema, a missing or unknown key, a wrong type, an impossible number.
@@ -184,7 +208,7 @@ def from_json(values: Any) -> Record:
         raise RecordError(
             f"the record has schema {values['schema']}, this version reads up to {SCHEMA}; update ridgeline"
         )
-    record = _build(Record, values, "record")
+    record = _build(Record, _upgraded(values), "record")
     if record.kind not in KINDS:
         raise RecordError(f"record.kind must be one of {', '.join(KINDS)}, got {record.kind!r}")
     try:

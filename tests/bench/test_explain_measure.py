@@ -12,6 +12,7 @@ from ridgeline.bench.explain import explain, preset_case
 from ridgeline.bench.kernel_map import COPIES, UNMAPPED, KernelMap
 from ridgeline.bench.measure import MeasuredRow, MeasureResult, measure_preset, profile, tabulate
 from ridgeline.bench.measure_view import render_measured
+from ridgeline.bench.nvml import Clocks, course
 from ridgeline.bench.timing import Timing
 from ridgeline.bench.trace import Kernel, occupation, read_trace
 from ridgeline.bench.workloads import Workload, random_batch
@@ -255,6 +256,7 @@ def measured() -> MeasureResult:
         unmapped=unmapped,
         peak_bytes=2**34,
         circumstances={"torch": "2.11.0"},
+        clocks=course(Clocks(sm_mhz=345), [Clocks(sm_mhz=1700), Clocks(sm_mhz=1980)], Clocks(sm_mhz=1980)),
     )
 
 
@@ -289,6 +291,9 @@ def test_json_record_and_table() -> None:
     assert isinstance(record, Record)
     assert to_json(record)["kind"] == "explain"  # the schema takes it
     assert record.contenders[0].tokens_per_s == pytest.approx(131_072 / 0.0744)
+    assert record.contenders[0].bandwidth == pytest.approx(record.contenders[0].bytes_per_s / 4.8e12)
+    assert record.clocks is not None
+    assert (record.clocks["before"]["sm_mhz"], record.clocks["during"]["sm_mhz"]) == (345, [1700, 1980])
     assert {op.name for op in record.ops} == {"qkv", UNMAPPED}
     qkv = next(op for op in record.ops if op.name == "qkv")
     # 6 layers of 131,072 × 512 × 1,536 in 3 ms, and at least its factors and result, in bf16, moved in that time
@@ -300,7 +305,7 @@ def test_json_record_and_table() -> None:
     text = console.export_text()
     assert "stranger_2" in text
     assert "phase not told" in text
-    assert "MFU 22.0%, 1.03 TB/s; its floor" in text
+    assert "MFU 22.0%, 1.03 TB/s (21% of the bandwidth); its floor" in text
     assert "unmapped" in text
 
 
@@ -351,5 +356,7 @@ def test_a_real_step_is_measured_and_mostly_mapped() -> None:
     total = sum(row.seconds for row in result.rows)
     lost = sum(seconds for _, seconds in result.unmapped)
     assert lost < 0.1 * total
-    assert 0 < result.mfu < 1
+    assert result.utilisation is not None
+    assert 0 < result.utilisation.mfu < 1
+    assert result.clocks is None or result.clocks["during"]["sm_mhz"]
     assert result.occupation.busy <= result.occupation.elapsed

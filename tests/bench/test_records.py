@@ -73,6 +73,25 @@ def test_a_later_schema_is_refused(tmp_path):
         read_record(file)
 
 
+def first(values: dict) -> dict:
+    """The same record as schema 1 had it."""
+    contenders = [{k: v for k, v in c.items() if k not in ("bytes_per_s", "bandwidth")} for c in values["contenders"]]
+    return {**values, "schema": 1, "contenders": contenders}
+
+
+def test_a_record_of_the_first_schema_is_read(tmp_path):
+    values, file = first(to_json(record())), tmp_path / "a.json"
+    sealed = {**values, "checksum": checksum(values)}
+    file.write_text(json.dumps(sealed))
+    assert read_record(file) == record()
+    file.write_text(json.dumps({**sealed, "gpus": 2}))
+    with pytest.raises(RecordError, match="changed after it was written"):
+        read_record(file)
+    values["contenders"][1]["bandwidth"] = 0.4
+    with pytest.raises(RecordError, match=r"contenders\[1\] differs from schema 1 in its keys: bandwidth"):
+        from_json(values)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checksum": "x"}', '{"kind": "bench", "checksum": ""}', "{"])
 def test_foreign_files_are_refused(tmp_path, text):
     file = tmp_path / "a.json"
@@ -90,6 +109,7 @@ def test_a_missing_file_is_an_error(tmp_path):
     ("path", "value", "message"),
     [
         (("contenders", 0, "mfu"), 1.04, "above 1"),
+        (("contenders", 0, "bandwidth"), 1.04, "above 1"),
         (("contenders", 0, "tokens_per_s"), 0.0, "leave it null"),
         (("contenders", 0, "step_ms"), -1.0, "0 or more"),
         (("contenders", 0, "spread"), float("nan"), "finite"),

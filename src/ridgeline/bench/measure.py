@@ -17,11 +17,11 @@ from ridgeline.bench.circumstances import git_revision, versions
 from ridgeline.bench.contenders import build_step, find_contender
 from ridgeline.bench.explain import ExplainResult, explain, preset_case
 from ridgeline.bench.kernel_map import EITHER, UNMAPPED, KernelMap
-from ridgeline.bench.nvml import monitor
+from ridgeline.bench.nvml import Clocks, Monitor, course, monitor
 from ridgeline.bench.timing import Timing, summarise, time_steps, warm_up
 from ridgeline.bench.trace import Kernel, Occupation, occupation, profile, read_trace
 from ridgeline.bench.workloads import Workload, random_batch
-from ridgeline.cost import PHASES, Phase, mfu
+from ridgeline.cost import PHASES, Phase, Utilisation, step_utilisation
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import Ceilings, load_ceilings, measure_ceilings, read_driver, resolve, save_ceilings
 from ridgeline.models import ModelConfig
@@ -30,6 +30,7 @@ from ridgeline.records import ContenderResult, OpResult, Record
 TIMED_STEPS = 20
 PROFILED_STEPS = 4
 WARM_UP_S = 10.0
+READINGS = 5  # of the clocks under load
 LISTED = 8  # unmapped kernels that are listed by name
 
 
@@ -65,6 +66,7 @@ class MeasureResult:
         unmapped: kernels that no rule knows, with their seconds in a step, the longest first.
         peak_bytes: most memory that tensors held.
         circumstances: versions by name.
+        clocks: before, during and after, as in a record; None where the driver does not say.
     """
 
     explained: ExplainResult
@@ -76,6 +78,7 @@ class MeasureResult:
     unmapped: tuple[tuple[str, float], ...]
     peak_bytes: int
     circumstances: dict[str, str]
+    clocks: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
@@ -83,16 +86,12 @@ class MeasureResult:
         return self.timing.median_ms / 1e3
 
     @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation of the measured step."""
-        cost, case = self.explained.cost, self.explained.case
-        return mfu(
-            flops=cost.flops,
-            seconds=self.seconds,
-            spec=self.explained.spec,
-            precision=case.precision,
-            nbytes=cost.bytes,
-        )
+    def utilisation(self) -> Utilisation | None:
+        """What the measured step used of the card; None where the table does not know the card's peaks."""
+        explained = self.explained
+        if not explained.spec.tflops:
+            return None
+        return step_utilisation(explained.cost, self.seconds, explained.spec, explained.case.precision)
 
     @property
     def bytes_per_s(self) -> float:
@@ -106,25 +105,26 @@ class MeasureResult:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `explain --measure --json` prints; seconds and bytes."""
-        explained, used, steps = self.explained.to_json(), self.occupation, self.steps
+        explained, occupied, steps, used = self.explained.to_json(), self.occupation, self.steps, self.utilisation
         measured = {
             "engine": self.engine,
             "seconds": self.seconds,
             "spread": self.timing.spread,
             "floor_share": self.explained.floor_s / self.seconds,
-            "mfu": self.mfu if self.explained.spec.tflops else None,
+            "mfu": used.mfu if used else None,
             "bytes_per_s": self.bytes_per_s,
+            "bandwidth": used.bandwidth if used else None,
             "peak_memory_bytes": self.peak_bytes,
             "phases_s": self.phases_s,
             "profiled": {
                 "steps": steps,
-                "elapsed_s": used.elapsed / steps / 1e6,
-                "busy_s": used.busy / steps / 1e6,
-                "kernel_s": used.kernel_sum / steps / 1e6,
-                "kernels": used.kernels / steps,
-                "overlap": used.overlap,
-                "idle_s": used.idle / steps / 1e6,
-                "longest_gap_s": used.gaps[0] / 1e6 if used.gaps else 0.0,
+                "elapsed_s": occupied.elapsed / steps / 1e6,
+                "busy_s": occupied.busy / steps / 1e6,
+                "kernel_s": occupied.kernel_sum / steps / 1e6,
+                "kernels": occupied.kernels / steps,
+                "overlap": occupied.overlap,
+                "idle_s": occupied.idle / steps / 1e6,
+                "longest_gap_s": occupied.gaps[0] / 1e6 if occupied.gaps else 0.0,
             },
             "ops": [
                 {"name": r.name, "phase": r.phase, "seconds": r.seconds, "kernels": r.kernels, "floor_s": r.floor_s}
@@ -132,6 +132,7 @@ class MeasureResult:
             ],
             "unmapped": [{"name": name, "seconds": seconds} for name, seconds in self.unmapped],
             "versions": self.circumstances,
+            "clocks": self.clocks,
         }
         return {**explained, "measured": measured}
 
@@ -152,14 +153,16 @@ class MeasureResult:
 
     def to_record(self) -> Record:
         """The same as a record that reports read."""
-        case, spec = self.explained.case, self.explained.spec
+        case, used = self.explained.case, self.utilisation
         result = ContenderResult(
             name=self.engine,
             tokens_per_s=case.tokens / self.seconds,
             windows_per_s=case.batch / self.seconds,
             step_ms=self.timing.median_ms,
             spread=self.timing.spread,
-            mfu=self.mfu if spec.tflops else None,
+            mfu=used.mfu if used else None,
+            bytes_per_s=self.bytes_per_s,
+            bandwidth=used.bandwidth if used else None,
             floor_share=self.explained.floor_s / self.seconds,
             peak_memory_bytes=self.peak_bytes,
             phases_ms={phase: seconds * 1e3 for phase, seconds in self.phases_s.items()},
@@ -173,9 +176,10 @@ class MeasureResult:
             kind="explain",
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             git=git_revision(),
-            card=spec.name,
+            card=self.explained.spec.name,
             gpus=1,
             versions=self.circumstances,
+            clocks=self.clocks,
             workload=work.info(),
             contenders=[result],
             ops=ops,
@@ -239,6 +243,17 @@ def _explain_here(preset: str, batch: int | None, context: int | None, precision
     return explain(case, spec, ceilings=ceilings)
 
 
+def _under_load(step: Callable[[], object], watch: Monitor, device: torch.device) -> list[Clocks]:
+    """Readings while the card works: steps are queued, and the card is asked before it is done with them."""
+    seen = []
+    for _ in range(READINGS):
+        step()
+        step()
+        seen.append(watch.read())
+    torch.cuda.synchronize(device)
+    return seen
+
+
 def measure_preset(
     preset: str,
     *,
@@ -265,6 +280,8 @@ def measure_preset(
     work = Workload(name=preset, model=case.model, batch=case.batch, context=case.context, precision=case.precision)
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_batch(work, device)
+    watch = monitor(device)
+    before = watch.read() if watch else None
     torch.cuda.reset_peak_memory_stats(device)
 
     def ready(*, capture: bool) -> Callable[[], object]:
@@ -278,6 +295,7 @@ def measure_preset(
         reason = f"batch={case.batch} does not fit {spec.name} under the engine {engine}; make the batch smaller"
         raise ConfigError(reason) from error
     timing = summarise(time_steps(step, TIMED_STEPS, device))
+    clocks = course(before, _under_load(step, watch, device), watch.read()) if watch and before else None
     peak = torch.cuda.max_memory_allocated(device)
     kernels = read_trace(profile(step, steps))
     used = occupation(kernels)
@@ -294,5 +312,6 @@ def measure_preset(
         steps=steps,
         unmapped=unmapped,
         peak_bytes=peak,
-        circumstances=versions(monitor(device)),
+        circumstances=versions(watch),
+        clocks=clocks,
     )

@@ -55,15 +55,17 @@ def render_measured(result: MeasureResult) -> RenderableType:
     """The measurement for a terminal."""
     case, spec, used, steps = result.explained.case, result.explained.spec, result.occupation, result.steps
     seconds, floor = result.seconds, result.explained.floor_s
-    known = f", MFU {result.mfu:.1%}" if spec.tflops else ""
+    share = result.utilisation
+    known = f", MFU {share.mfu:.1%}" if share else ""
+    memory = f" ({share.bandwidth:.0%} of the bandwidth)" if share and share.bandwidth else ""
     heading = Text(
         f"{case.name}, batch {case.batch} × {case.context}, {case.precision}, engine {result.engine}, on {spec.name}",
         style="bold",
     )
     lines = [
         f"step     {micros(seconds)} µs (spread {result.timing.spread:.1%}): {amount(case.tokens / seconds)} tokens/s"
-        f"{known}, {amount(result.bytes_per_s, 'B/s')}; its floor is {micros(floor)} µs, {floor / seconds:.0%} of it; "
-        f"memory {result.peak_bytes / GIB:.2f} GiB",
+        f"{known}, {amount(result.bytes_per_s, 'B/s')}{memory}; its floor is {micros(floor)} µs, "
+        f"{floor / seconds:.0%} of it; memory {result.peak_bytes / GIB:.2f} GiB",
         f"profile  {micros(used.elapsed / steps / 1e6)} µs a step, of which {micros(used.idle / steps / 1e6)} µs "
         f"between kernels (longest gap {used.gaps[0] if used.gaps else 0:.0f} µs); {used.kernels / steps:.0f} kernels "
         f"of {micros(used.kernel_sum / steps / 1e6)} µs; {used.overlap:.1%} of the busy time overlapped",

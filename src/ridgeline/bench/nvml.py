@@ -113,6 +113,11 @@ def extremes(readings: list[Clocks]) -> dict[str, Any] | None:
     return found
 
 
+def course(before: Clocks, load: list[Clocks], after: Clocks) -> dict[str, Any]:
+    """The clocks of a run, as a record holds them."""
+    return {"before": before.to_json(), "during": extremes(load), "after": after.to_json()}
+
+
 def merged(earlier: dict[str, Any] | None, later: dict[str, Any]) -> dict[str, Any]:
     """The clocks of two runs as those of one: before the first, after the second, and the extremes of both."""
     if not earlier:

@@ -18,12 +18,12 @@ import torch
 
 from ridgeline.bench.circumstances import git_revision, versions
 from ridgeline.bench.contenders import find_contender
-from ridgeline.bench.nvml import Clocks, Monitor, extremes, merged, monitor
+from ridgeline.bench.nvml import Clocks, Monitor, course, merged, monitor
 from ridgeline.bench.plan import CPU_PLAN, Plan
 from ridgeline.bench.processes import Team
 from ridgeline.bench.timing import summarise
 from ridgeline.bench.workloads import Workload
-from ridgeline.cost import floor_of, step_utilisation, table_rates
+from ridgeline.cost import Utilisation, floor_of, step_utilisation, table_rates
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import check_precision, present
 from ridgeline.models.accounting import step_cost
@@ -126,15 +126,15 @@ class _Bench:
                 self.say(f"{team.name} was timed, but not looked into: {team.error}")
                 team.error = ""
 
-    def _shares(self, seconds: float) -> tuple[float | None, float | None]:
-        """MFU and share of the floor of a step on one card; None where the card's peaks are not known.
+    def _shares(self, seconds: float) -> tuple[Utilisation, float] | None:
+        """Utilisation of the cards and share of the floor of a step; None where the card's peaks are not known.
 
         Raises:
             ConfigError: above 100 %, with the input that is wrong.
         """
         spec = present(self.device.index or 0) if self.device.type == "cuda" else None
         if spec is None or self.case.precision not in spec.tflops:
-            return None, None
+            return None
         precision = check_precision(spec, self.case.precision)
         cost = step_cost(self.case.model, batch=self.case.batch, context=self.case.context, precision=precision)
         floor_s = floor_of(cost.ops, table_rates(spec, precision)).seconds
@@ -143,17 +143,17 @@ class _Bench:
                 f"a step of {seconds * 1e3:.4g} ms is shorter than its floor of {floor_s * 1e3:.4g} ms: what it moves "
                 "stayed in the cache, or not all of the step was timed"
             )
-        used = step_utilisation(cost, seconds, spec, precision)
-        return used.mfu, floor_s / seconds
+        return step_utilisation(cost, seconds, spec, precision, gpus=self.gpus), floor_s / seconds
 
     def _result(self, team: Team, group: int) -> ContenderResult:
         if team.error or not team.times_ms:
             return ContenderResult(name=team.name, group=group, error=team.error or "no step was timed")
         timing = summarise(team.times_ms)
         try:
-            mfu, floor_share = self._shares(timing.median_ms / 1e3)
+            shares = self._shares(timing.median_ms / 1e3)
         except ConfigError as error:
             return ContenderResult(name=team.name, group=group, error=str(error))
+        used, floor_share = shares or (None, None)
         return ContenderResult(
             name=team.name,
             group=group,
@@ -161,7 +161,9 @@ class _Bench:
             windows_per_s=self.gpus * self.case.batch / timing.median_ms * 1e3,
             step_ms=timing.median_ms,
             spread=timing.spread,
-            mfu=mfu,
+            mfu=used.mfu if used else None,
+            bytes_per_s=used.bytes_per_s if used else None,
+            bandwidth=used.bandwidth if used else None,
             floor_share=floor_share,
             peak_memory_bytes=team.peak,
             phases_ms=team.phases_ms,
@@ -249,7 +251,7 @@ def _clocks(onto: Record | None, before: Clocks | None, load: list[Clocks], watc
     earlier = onto.clocks if onto is not None else None
     if before is None or watch is None:
         return earlier
-    return merged(earlier, {"before": before.to_json(), "during": extremes(load), "after": watch.read().to_json()})
+    return merged(earlier, course(before, load, watch.read()))
 
 
 def _blank(case: Workload, device: torch.device, gpus: int, watch: Monitor | None) -> Record:

@@ -32,7 +32,8 @@ def _line(result: ContenderResult, record: Record) -> str:
         f"{result.name:<30}{result.group:>5}"
         f"{_cell(result.step_ms, 1, '.3f'):>10}{_cell(result.spread, 100, '.1f'):>7}"
         f"{_cell(result.tokens_per_s, 1e-3, ',.0f'):>11}{_cell(result.windows_per_s, 1, ',.0f'):>11}"
-        f"{_cell(result.mfu, 100, '.1f'):>7}{_cell(result.floor_share, 100, '.1f'):>7}"
+        f"{_cell(result.mfu, 100, '.1f'):>7}{_cell(result.bytes_per_s, 1e-12, '.2f'):>6}"
+        f"{_cell(result.bandwidth, 100, '.1f'):>7}{_cell(result.floor_share, 100, '.1f'):>7}"
         f"{_cell(result.peak_memory_bytes, 2**-30, '.1f'):>8}{_cell(result.first_step_s, 1, '.1f'):>9}"
         f"{against(result, record):>8}"
     )
@@ -49,8 +50,8 @@ def table(record: Record) -> str:
         lines.append(f"clock {_range(during['sm_mhz'])} MHz  power {_range(during['power_w'])} W  "
                      f"throttled by: {', '.join(during['throttle']) or 'nothing'}")  # fmt: skip
     lines.append(
-        f"{'contender':<30}{'group':>5}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}{'floor':>7}"
-        f"{'GiB':>8}{'first s':>9}{'× ref':>8}"
+        f"{'contender':<30}{'group':>5}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}{'TB/s':>6}"
+        f"{'mem %':>7}{'floor':>7}{'GiB':>8}{'first s':>9}{'× ref':>8}"
     )
     lines += [_line(result, record) for result in record.contenders]
     references = {_reference(record, result.group) for result in record.contenders} - {None}
