@@ -15,12 +15,12 @@ def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
     whole = file.read_bytes()
     file.write_bytes(whole + whole[:-9])  # the second was cut off
     ledger = Ledger(file)
-    assert ledger.find({"at": 1.0}, 0, [3]) == [one]
-    assert ledger.find({"at": 1.0}, 0, [3, 4]) is None
-    assert ledger.find({"at": 2.0}, 0, [3]) is None
-    assert ledger.find({"at": 1.0}, 1, [3]) is None
+    assert ledger.find({"at": 1.0}, 0, [3]) == {3: one}
+    assert ledger.find({"at": 1.0}, 0, [4, 3]) == {3: one}
+    assert ledger.find({"at": 2.0}, 0, [3]) == {}
+    assert ledger.find({"at": 1.0}, 1, [3]) == {}
     ledger.add({"at": 1.0}, two)
-    assert Ledger(file).find({"at": 1.0}, 0, [4, 3]) == [two, one]
+    assert Ledger(file).find({"at": 1.0}, 0, [4, 3]) == {4: two, 3: one}
     for content in ('{"contender": "a"}', "[]", "no", '{"seed": "x"}'):
         file.write_text(content + "\n")
         with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
@@ -33,7 +33,7 @@ def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
     for length in (len(whole) - 1, len(whole) - 2, 2, 0):  # what an interruption leaves of a first game
         file.write_bytes(whole[:length])
         Ledger(file).add({"at": 1.0}, two)
-        assert Ledger(file).find({"at": 1.0}, 0, [4]) == [two]
+        assert Ledger(file).find({"at": 1.0}, 0, [4]) == {4: two}
     with pytest.raises(RidgelineError, match="cannot be read"):
         Ledger(tmp_path)
     with pytest.raises(RidgelineError, match="cannot write"):  # before a game is played for it

@@ -25,6 +25,7 @@ from ridgeline.games.env import FIRST_EVALUATION_SEED
 from ridgeline.models import ControllerPolicy
 from ridgeline.play import Evaluation, GameResult, Player, decide, evaluate, load_player, play_games, rollout
 from ridgeline.play.decide import Decider
+from ridgeline.play.ledger import Ledger
 from ridgeline.play.window import Window
 
 judge = importlib.import_module("ridgeline.play.evaluate")  # the package has a function of that name
@@ -43,7 +44,8 @@ class Standin:
         newest = batch["numbers"][torch.arange(len(at_B)), at_B]
         right, down = newest[:, 8] * 64, newest[:, 9] * 64
         stick = torch.where(right.abs() > 26, torch.where(right > 0, 2, 3), torch.where(down > 0, 4, 1))
-        noise = torch.rand(len(at_B), generator=generator) < 0.1 * temperature
+        chance = [torch.rand((), generator=own) for own in generator] if temperature else [torch.ones(())] * len(at_B)
+        noise = torch.stack(chance) < 0.1 * temperature
         fire = 1 - batch["previous"][torch.arange(len(at_B)), at_B, 1]
         return torch.stack([torch.where(noise, torch.zeros_like(stick), stick), fire], dim=-1)
 
@@ -160,7 +162,8 @@ def test_a_seed_repeats_the_samples(monkeypatch):
     shorten(monkeypatch, 60)
     one, two, three = (play_all([seed, 50]) for seed in (9, 9, 10))
     assert one == two
-    assert one[1] != three[1]
+    assert one[0] != three[0]
+    assert one[1] == three[1]  # whoever plays beside it
 
 
 def test_the_number_of_processes_does_not_matter(monkeypatch):
@@ -378,6 +381,33 @@ def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache):
         monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
         games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=0.0))
     assert games[0] == games[1]
+
+
+def test_a_group_goes_on_with_the_games_it_lacks(tmp_path):
+    short, ledger = functools.partial(player_of, Short), Ledger(tmp_path / "games.jsonl")
+    (job,) = (judge.Job(short, seeds, 0, 1.0, {}) for seeds in judge.groups(4, 5_000))
+    whole = [result for _, result in judge.play_jobs([job], processes=1)]
+    for result in whole[1:3]:
+        ledger.add({}, result)
+    played = []
+    counted = functools.partial(counting_player, tmp_path / "played")
+    for _, result in judge.play_jobs([job._replace(load=counted)], processes=1, ledger=ledger):
+        played.append(result)
+    assert sorted(played, key=lambda game: game.seed) == sorted(whole, key=lambda game: game.seed)
+    assert (tmp_path / "played").read_text() == "2"
+    assert ledger.find({}, 0, job.seeds) == {result.seed: result for result in whole}
+
+
+def counting_player(file):
+    """A player of short rounds that writes down how many it decides in at a time."""
+
+    class Counting(Standin):
+        def act(self, batch, at_B, **settings):
+            file.write_text(str(len(at_B)))
+            return super().act(batch, at_B, **settings)
+
+    GAME.environment = Short
+    return player(Counting())
 
 
 def test_games_that_are_kept_are_not_played_again(trained, tmp_path, monkeypatch):

@@ -8,6 +8,8 @@ the target's in training, the sampled one at play.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
 
 HEAD_EPS = 1e-5
+Chance = torch.Generator | Sequence[torch.Generator]  # one for all rows of a batch, or one a row
 
 
 class ClassHead(nn.Module):
@@ -117,7 +120,7 @@ class ControllerPolicy(nn.Module):
         at_B: Tensor,
         *,
         temperature: float = 1.0,
-        generator: torch.Generator | None = None,
+        generator: Chance | None = None,
     ) -> Tensor:
         """Choose a controller at position `at_B` of each window: int64[B, heads].
 
@@ -125,7 +128,7 @@ class ControllerPolicy(nn.Module):
             batch: windows filled from the left; positions after `at_B` are not looked at.
             at_B: int64[B], the position of the newest state.
             temperature: 1 samples from the model, 0 takes the most likely class.
-            generator: source of the samples.
+            generator: source of the samples; see `noise`.
         """
         noise_BV = self.noise(len(at_B), temperature, generator)
         return self.choose(self.state_at(batch, at_B), noise_BV, temperature)
@@ -134,13 +137,19 @@ class ControllerPolicy(nn.Module):
         """The decoder's state (B, C) at position `at_B` of each window."""
         return self.trunk(batch)[torch.arange(len(at_B), device=at_B.device), at_B]
 
-    def noise(self, batch: int, temperature: float, generator: torch.Generator | None = None) -> Tensor | None:
-        """What `choose` needs of chance: exponential numbers (B, classes of all heads); None at temperature 0."""
+    def noise(self, batch: int, temperature: float, generator: Chance | None = None) -> Tensor | None:
+        """What `choose` needs of chance: exponential numbers (B, classes of all heads); None at temperature 0.
+
+        From one generator on the policy's device, or from one a row, on any device: then a row's numbers are the same
+        whatever the other rows are.
+        """
         if temperature == 0:
             return None
-        like = self.input.weight
-        noise_BV = torch.empty(batch, sum(head.classes for head in self.config.heads), device=like.device)
-        return noise_BV.exponential_(generator=generator)
+        device, columns = self.input.weight.device, sum(head.classes for head in self.config.heads)
+        if generator is None or isinstance(generator, torch.Generator):
+            return torch.empty(batch, columns, device=device).exponential_(generator=generator)
+        rows = [torch.empty(columns, device=own.device).exponential_(generator=own) for own in generator]
+        return torch.stack(rows).to(device)
 
     @torch.no_grad()
     def choose(self, state_BC: Tensor, noise_BV: Tensor | None, temperature: float) -> Tensor:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from ridgeline.errors import ConfigError, WorkerError
 from ridgeline.games.env import Controller
@@ -24,7 +23,7 @@ from ridgeline.games.melee.controls import Encoding
 from ridgeline.games.melee.features import MeleeEyes, encoding_of
 from ridgeline.games.melee.frames import Frames
 from ridgeline.games.melee.score import MatchResult, Tally
-from ridgeline.play.decide import Decider
+from ridgeline.play.decide import Decider, source
 from ridgeline.play.evaluate import check_games
 from ridgeline.play.player import Player
 from ridgeline.play.statistics import bootstrap, wilson
@@ -117,14 +116,13 @@ def play_matches(
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be in [0, 2^63), got {seed}")
     encoding = encoding_of(player.features)
-    generator = torch.Generator(player.device).manual_seed(seed)
     begun = time.perf_counter()
     results: list[MatchResult] = []
     failed: dict[int, str] = {}
     thought: list[float] = []
     for first in range(0, games, consoles):
         numbers = range(first, min(first + consoles, games))
-        wave = _Wave(player, encoding, match, numbers, temperature, generator)
+        wave = _Wave(player, encoding, match, numbers, temperature, seed)
         for ended in wave.play():
             if isinstance(ended, MatchResult):
                 results.append(ended)
@@ -176,11 +174,11 @@ class _Wave:
         match: Match,
         numbers: Sequence[int],
         temperature: float,
-        generator: torch.Generator,
+        seed: int,
     ) -> None:
         self.failed: dict[int, str] = {}
         self.thought: list[float] = []
-        self._player, self._temperature, self._generator = player, temperature, generator
+        self._player, self._temperature, self._seed = player, temperature, seed
         self._seats = [_Seat(player, encoding, number, Console(match, number)) for number in numbers]
 
     def play(self) -> Iterator[MatchResult | None]:
@@ -190,7 +188,8 @@ class _Wave:
             yield from self._receive(START_SECONDS)
             if not self._seats:
                 return
-            decide = Decider(self._player, len(self._seats), temperature=self._temperature, generator=self._generator)
+            sources = [source(self._seed, seat.game) for seat in self._seats]
+            decide = Decider(self._player, len(sources), temperature=self._temperature, generators=sources)
             while self._seats:
                 chosen = self._decide(decide)
                 for _ in range(self._player.window.stride):

@@ -21,6 +21,12 @@ Tensors = dict[str, Tensor]
 WARM_UP = 3  # calls before a capture, in which libraries allocate what they need
 
 
+def source(*seed: int) -> torch.Generator:
+    """What a game's samples come from, by a seed or several numbers that together are one."""
+    (state,) = np.random.SeedSequence(seed).generate_state(1, np.uint64).tolist()
+    return torch.Generator().manual_seed(state)
+
+
 class Captured:
     """A function of tensors as one CUDA graph.
 
@@ -59,7 +65,8 @@ class Decider:
         player: the policy, and what it keeps between decisions.
         games: how many at first.
         temperature: 1 samples from the policy, 0 takes the most likely class of each head.
-        generator: source of the samples, on the player's device.
+        generators: sources of the samples, one a game, so that a game is the same whichever others are played beside
+            it; on the CPU, so that it is the same on every device, but for rounding.
         capture: whether to use CUDA graphs; None for wherever the policy computes on CUDA.
     """
 
@@ -69,10 +76,10 @@ class Decider:
         games: int,
         *,
         temperature: float,
-        generator: torch.Generator,
+        generators: Iterable[torch.Generator],
         capture: bool | None = None,
     ) -> None:
-        self.player, self.temperature, self.generator = player, temperature, generator
+        self.player, self.temperature, self.generators = player, temperature, list(generators)
         self.capture = player.device.type == "cuda" if capture is None else capture
         self.games = games
         self._rows = list(range(games))  # of the batch, one a game that goes on
@@ -100,7 +107,7 @@ class Decider:
             chosen = self._replay(windows, cached)
         elif cached:
             newest = self._gather(windows, cached)
-            chosen = self._advance(newest | self._noise(len(windows))).tolist()
+            chosen = self._advance(newest | self._noise()).tolist()
         else:
             chosen = self._whole(self._gather(windows, cached)).tolist()
         return [tuple(controller) for controller in chosen]
@@ -108,6 +115,7 @@ class Decider:
     def keep(self, games: Iterable[int]) -> None:
         """Go on with some of the games only, given by their places among the present ones."""
         places = list(games)
+        self.generators = [self.generators[place] for place in places]
         if self.capture:
             self._rows = [self._rows[place] for place in places]
         elif self._cache is not None:
@@ -124,10 +132,11 @@ class Decider:
     def _whole(self, windows: Tensors) -> Tensor:
         batch, filled = len(windows["previous"]), windows["previous"].shape[1]
         at_B = torch.full((batch,), filled - 1, device=self.player.device)
-        return self.player.policy.act(windows, at_B, temperature=self.temperature, generator=self.generator)
+        return self.player.policy.act(windows, at_B, temperature=self.temperature, generator=self.generators)
 
-    def _noise(self, batch: int) -> Tensors:
-        noise_BV = self._policy.noise(batch, self.temperature, self.generator)
+    def _noise(self) -> Tensors:
+        """Of the games that go on."""
+        noise_BV = self._policy.noise(len(self.generators), self.temperature, self.generators)
         return {} if noise_BV is None else {"noise": noise_BV}
 
     def _advance(self, inputs: Tensors) -> Tensor:
@@ -154,7 +163,9 @@ class Decider:
                 array[row] = window.rows[name][newest] if cached else window.rows[name]
         device = self.player.device
         inputs = {name: torch.from_numpy(array).to(device) for name, array in self._static[kind].items()}
-        inputs |= self._noise(self.games)
+        for name, noise_BV in self._noise().items():  # games that have ended get none
+            inputs[name] = noise_BV.new_zeros(self.games, noise_BV.shape[1])
+            inputs[name][self._rows] = noise_BV
         if not cached:
             inputs["at"] = torch.full((self.games,), newest, device=device)
         if kind not in self._captured:

@@ -165,7 +165,7 @@ class Job(NamedTuple):
     """
 
     load: Callable[[], Player]
-    seeds: range
+    seeds: Sequence[int]
     level: int
     temperature: float
     key: Mapping[str, Any]
@@ -173,7 +173,7 @@ class Job(NamedTuple):
 
 
 def groups(games: int, first_seed: int) -> list[range]:
-    """The seeds of so many games, in the groups that share a call of the model: their results depend on them."""
+    """The seeds of so many games, in the groups that share a call of the model."""
     seeds = range(first_seed, first_seed + games)
     return [seeds[at : at + GAMES_A_CALL] for at in range(0, games, GAMES_A_CALL)]
 
@@ -183,21 +183,21 @@ def play_jobs(
 ) -> Iterator[tuple[int, GameResult]]:
     """Play the games of all jobs in parallel processes and yield (index of the job, result) as they end.
 
-    A job whose games are all in the ledger is not played again.
+    A game that is in the ledger is not played again.
 
     Raises:
         WorkerError: a process died or hung, or a game did not end.
         RidgelineError: the ledger cannot be written.
     """
-    waiting = []
+    waiting, tasks = [], []
     for index, job in enumerate(jobs):
-        known = ledger.find(job.key, job.level, job.seeds) if ledger else None
-        if known is None:
+        known = ledger.find(job.key, job.level, job.seeds) if ledger else {}
+        yield from ((index, result) for result in known.values())
+        left = [seed for seed in job.seeds if seed not in known]
+        if left:
             waiting.append(index)
-        else:
-            yield from ((index, result) for result in known)
-    names = [_name(jobs[index]) for index in waiting]
-    tasks = [jobs[index] for index in waiting]
+            tasks.append(job._replace(seeds=left))
+    names = [_name(job) for job in tasks]
     for place, finished in run_parallel(_play, tasks, processes=processes, timeout=timeout, names=names):
         for result in finished:
             if ledger:

@@ -53,10 +53,10 @@ class Ledger:
             self._games[_word(values), result.level, result.seed] = result
             self._length += len(line)
 
-    def find(self, key: Key, level: int, seeds: Iterable[int]) -> list[GameResult] | None:
-        """The games of these seeds at a level, or None if one of them is missing."""
-        found = [self._games.get((_word(key), level, seed)) for seed in seeds]
-        return [result for result in found if result] if all(found) else None
+    def find(self, key: Key, level: int, seeds: Iterable[int]) -> dict[int, GameResult]:
+        """Those of the games of these seeds at a level that are there, by seed."""
+        word = _word(key)
+        return {seed: self._games[word, level, seed] for seed in seeds if (word, level, seed) in self._games}
 
     def add(self, key: Key, result: GameResult) -> None:
         """Keep a game.

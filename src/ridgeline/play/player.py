@@ -16,6 +16,7 @@ from ridgeline.data.window import WindowSpec
 from ridgeline.errors import CheckpointError, ConfigError, RidgelineError, UnsupportedError, nearest
 from ridgeline.games import game
 from ridgeline.models import ControllerPolicy, DecoderConfig, PolicyConfig
+from ridgeline.models.policy import Chance
 from ridgeline.models.reader import read
 
 DEVICE = re.compile("cpu|cuda(:[0-9]{1,3})?")
@@ -31,7 +32,7 @@ class Policy(Protocol):
         at_B: Tensor,
         *,
         temperature: float = 1.0,
-        generator: torch.Generator | None = None,
+        generator: Chance | None = None,
     ) -> Tensor:
         """A controller for the state at position `at_B` of each window: int64[B, heads]."""
 

@@ -13,13 +13,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import ConfigError, WorkerError
 from ridgeline.games import game
 from ridgeline.games.env import Controller, Game, check_seeds
-from ridgeline.play.decide import Decider
+from ridgeline.play.decide import Decider, source
 from ridgeline.play.player import Player
 from ridgeline.play.window import Window
 
@@ -52,8 +50,8 @@ def play_games(
 ) -> Iterator[list[GameResult]]:
     """Play one game a seed, all at once, and yield after every decision the results of the games that it ended.
 
-    The same arguments give the same games on the same machine. The samples of all games come from one generator,
-    seeded by the first seed, so another set of seeds gives other games.
+    A seed gives the same game on the same machine, whichever others are played beside it, but for rounding: products
+    of another number of rows may differ in their last bit.
 
     Args:
         player: the policy.
@@ -69,9 +67,8 @@ def play_games(
     for seed in seeds:
         check_seeds(seed, 1)
     adapter = game(player.game)
-    generator = torch.Generator(player.device).manual_seed(seeds[0])
     seats = [Seat(adapter, player, seed, level) for seed in seeds]
-    decide = Decider(player, len(seats), temperature=temperature, generator=generator)
+    decide = Decider(player, len(seats), temperature=temperature, generators=map(source, seeds))
     while seats:
         begun = time.perf_counter()
         chosen = decide([seat.window for seat in seats])

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.games import game
 from ridgeline.games.env import Drawn, Score
-from ridgeline.play.decide import Decider
+from ridgeline.play.decide import Decider, source
 from ridgeline.play.player import Player
 from ridgeline.play.rollout import GameResult, Seat, check_temperature
 
@@ -68,8 +67,7 @@ class Watched:
 
     def __iter__(self) -> Iterator[Sight]:
         seat = self._seat
-        generator = torch.Generator(self._player.device).manual_seed(seat.seed)
-        decide = Decider(self._player, 1, temperature=self._temperature, generator=generator)
+        decide = Decider(self._player, 1, temperature=self._temperature, generators=[source(seat.seed)])
         while not seat.environment.done:
             begun, before = time.perf_counter(), seat.steps
             (chosen,) = decide([seat.window])
