@@ -1,173 +1,205 @@
-"""The race within a deadline: contenders are set up beside each other and train in turn; games are played by others.
+"""`ridgeline study race` within a deadline: all contenders are set up at the same time, and train when all are ready.
 
-PYTHONPATH=src:SITE python dev/gpu/race_gpu.py SECONDS DEVICE CONTENDER@TIME[,TIME…]=GAMES[+PLAY_DEVICE] …
+PYTHONPATH=src:SITE python dev/gpu/race_gpu.py SECONDS [--also NAME ARGUMENT …] … -- ARGUMENT …
 
-`ridgeline study race` does the same with nothing beside a training. Here each contender imports, compiles and captures
-while others do or train (their host's and the card's time that this takes is theirs), so that a minute is enough. Games
-of a policy that plays on the CPU are played on spare cores while others train, the others' after all training.
-Writes $OUT/race.json; leaves no checkpoints.
+ARGUMENT … are those of `ridgeline study race` without --out: the race itself. Behind each --also stand those of another
+race over some of the same trained contenders (another --level, another --cache), which only plays. The contenders of a
+card train one after another, each alone on it; when all training has ended, all games of all races are played at the
+same time, PROCESSES at a time (environment; one a core), and `study race` itself writes the records:
+
+    $OUT/race.json, $OUT/NAME.json        the records
+    $OUT/games.jsonl, $OUT/NAME.jsonl     the games
+
+GO=FILE: contenders wait for that file before the first trains, so that they can be set up beside something else.
+KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on there. Without it they are deleted.
 """
 
+import contextlib
 import json
 import multiprocessing as mp
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 BEGUN = time.monotonic()
-WORKERS = int(os.environ.get("WORKERS", "10"))
-GAMES_SECONDS = 14  # that games on the card need after all training
+GAMES_SECONDS = 45  # that all games need after all training
 
 
 def say(*words):
     print(f"[{time.monotonic() - BEGUN:5.1f}]", *words, flush=True)
 
 
-def play(tasks, results):
-    """A worker's life: (key, folder, device, seeds, level) in, (key, results or error) out."""
-    import torch
+def train(pipe, task):
+    """A contender's life: says ("ready",), waits for its turn, says ("point", point) for each, then ("done",)."""
+    from ridgeline.study.clocked import train_on_clock
 
-    torch.set_num_threads(1)
-    from ridgeline.play.player import load_player
-    from ridgeline.play.rollout import play_games
-
-    while (task := tasks.get()) is not None:
-        key, folder, device, seeds, level = task
-        try:
-            ended = [game for some in play_games(load_player(folder, device), seeds, level=level) for game in some]
-            results.put((key, [vars(game) for game in ended], None))
-        except Exception as error:
-            results.put((key, [], repr(error)[:300]))
-
-
-def parse(word):
-    name, _, rest = word.partition("@")
-    times, _, games = rest.partition("=")
-    games, _, where = games.partition("+")
-    return name, [float(t) for t in times.split(",")], int(games), where or "cpu"
-
-
-def train(pipe, name, times, device, data, folder):
-    """A contender's life: says ("ready", …), waits for its turn, says ("point", …) at each time, then "done"."""
-    try:
-        from ridgeline.study import clocked
-        from ridgeline.study.racers import find_racers
-        from ridgeline.data.api import load_dataset
-
-        settings = {"data": data, "minutes": times[-1] / 60, "device": device}
-        (contender,) = find_racers([name], load_dataset(data), settings)
-        run = clocked._Clocked(contender.config, folder)
-        run.leave(0.0)
-        run.prepare(folder / clocked.checkpoint_name(0.0))
-        pipe.send(("ready", run.setup_s, run.resident is not None))
+    def ready():
+        pipe.send(("ready", None))
         pipe.recv()
-        for at in times:
-            while run.progress.seconds < at:
-                run.advance(at, times[-1])
-            pipe.send(("point", at, vars(run.leave(at))))
-        pipe.send(("done",))
+
+    try:
+        for point in train_on_clock(task, ready):
+            if point is not None:
+                pipe.send(("point", point))
+        pipe.send(("done", None))
     except Exception as error:
         pipe.send(("failed", repr(error)[:600]))
 
 
+class Trainer:
+    """A contender's process, as the others' see it."""
+
+    def __init__(self, context, contender, race, folder, deadline):
+        from ridgeline.study.clocked import Task
+        from ridgeline.train.settings import to_dict
+
+        self.name, self.device, self.deadline = contender.name, contender.config.device, deadline
+        self.folder = folder / contender.folder
+        self.pipe, theirs = context.Pipe()
+        task = Task(to_dict(contender.config), str(self.folder), race.grid, 1)
+        self.process = context.Process(target=train, args=(theirs, task), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.state = "set up"
+
+    def hear(self, wait):
+        """Take what it says within `wait` seconds; whether it said something."""
+        if not self.pipe.poll(max(0.0, wait)):
+            return False
+        try:
+            kind, said = self.pipe.recv()
+        except EOFError:
+            kind, said = "failed", f"its process died (exit code {self.process.exitcode})"
+        if kind == "point":
+            loss = "" if said.train_loss is None else f"loss {said.train_loss:.4f}, "
+            rate = f", {said.tokens / said.seconds / 1e6:.2f} M tokens/s" if said.seconds else ""
+            say(
+                f"TRAINED {self.name} {said.at:g} s: {said.steps} steps, {loss}val {said.val_loss:.4f}{rate}, set up {said.setup_s:g} s"
+            )
+        else:
+            self.state = kind
+            say(self.name, kind, said or "")
+        return True
+
+    def end(self):
+        """Its time is over: what it has not reached is noted as not reached, so that games can be played."""
+        from ridgeline.study.clocked import FAILURE
+
+        if self.process.is_alive() and self.state != "done":
+            self.process.kill()
+        if self.state != "done" and self.folder.is_dir() and not (self.folder / FAILURE).exists():
+            (self.folder / FAILURE).write_text(f"this run's {self.deadline:.0f} s ended before its training did\n")
+
+
+def left(deadline):
+    return deadline - (time.monotonic() - BEGUN)
+
+
+def train_all(trainers, deadline):
+    """Until all are ready, then in turn on each device."""
+    while any(trainer.state == "set up" for trainer in trainers) and left(deadline) > 0:
+        for trainer in trainers:
+            trainer.hear(0.05)
+    while "GO" in os.environ and not Path(os.environ["GO"]).exists() and left(deadline) > 0:
+        time.sleep(0.1)
+    say("training begins")
+    while left(deadline) > 0:
+        for device in {trainer.device for trainer in trainers}:
+            own = [trainer for trainer in trainers if trainer.device == device]
+            if not any(trainer.state == "trains" for trainer in own):
+                following = next((trainer for trainer in own if trainer.state == "ready"), None)
+                if following:
+                    following.state = "trains"
+                    following.pipe.send("go")
+        if not any(trainer.state == "trains" for trainer in trainers):
+            return
+        for trainer in trainers:
+            if trainer.state == "trains":
+                trainer.hear(0.02)
+
+
+def play(root, name, words, processes):
+    """The rest of a race by the command itself: all games, and the record."""
+    folder = root / name
+    command = [
+        sys.executable,
+        "-m",
+        "ridgeline",
+        "study",
+        "race",
+        *words,
+        "--out",
+        str(folder),
+        "--processes",
+        str(processes),
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def tell(name, record):
+    for curve in record["curves"]:
+        for point in curve.get("points", ()):
+            low, high = point["intervals"]["margin"]
+            say(
+                f"PLAYED {name} {curve['name']} {point['at']:g} s: won {point['wins']}, KO {point['ko']} of {point['games']}, "
+                f"margin {point['margin']:.1f} ({low:.1f} to {high:.1f}), decision {point['decision_ms']:.2f} ms"
+            )
+        for row in curve.get("rows", ()):
+            say(f"{row['contender']}: {row['target']} from", row["seconds"])
+
+
 def main():
-    limit, device, words = float(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    context = mp.get_context("spawn")
-    tasks, results = context.Queue(), context.Queue()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from ridgeline.data.api import load_dataset
+    limit, words = float(sys.argv[1]), sys.argv[2:]
+    races, name = {}, "race"
+    words, races["race"] = words[: words.index("--")], words[words.index("--") + 1 :]
+    while words:
+        end = words.index("--also", 1) if "--also" in words[1:] else len(words)
+        races[words[1]], words = words[2:end], words[end:]
+    from ridgeline.cli.output import parse
+    from ridgeline.cli.study_race import Options, _plan
+    from ridgeline.study.race import open_race
 
-    data = load_dataset("boxing")
-    say("data", len(data.numbers), "states")
-    root, out = Path(tempfile.mkdtemp()), Path(os.environ.get("OUT", "out"))
-    racers = []
-    for number, word in enumerate(words):
-        name, times, games, where = parse(word)
-        pipe, theirs = context.Pipe()
-        folder = root / str(number)
-        folder.mkdir()
-        process = context.Process(
-            target=train, args=(theirs, name, times, device, str(data.path), folder), daemon=True
-        )
-        process.start()
-        racers.append((name, times, games, where, folder, pipe))
-    pool = [context.Process(target=play, args=(tasks, results), daemon=True) for _ in range(WORKERS)]
-    for process in pool:
-        process.start()
-    from ridgeline.play.evaluate import Evaluation, groups
-    from ridgeline.play.rollout import GameResult
-    from ridgeline.study.clocked import checkpoint_name
-
-    found, later, asked, heard = {}, [], 0, 0
-    level = int(os.environ.get("LEVEL", "0"))
-
-    def ask(task):
-        nonlocal asked
-        tasks.put(task)
-        asked += 1
-
-    def report(key):
-        values = found[key]
-        strength = Evaluation(level=level, results=tuple(GameResult(**game) for game in values["games"])).summary()
-        values["strength"] = strength
-        low, high = strength["intervals"]["margin"]
-        say(f"PLAYED {key}: won {strength['wins']}, KO {strength['ko']} of {strength['games']}, margin "
-            f"{strength['margin']:.1f} ({low:.1f} to {high:.1f}), decision {strength['decision_ms']:.2f} ms")
-
-    def listen(wait):
-        nonlocal heard
-        while heard < asked:
-            try:
-                key, games, error = results.get(timeout=max(0.0, wait()))
-            except Exception:
-                return
-            heard += 1
-            found[key]["games"] += games
-            if error:
-                say("FAILED", key, error)
-            elif len(found[key]["games"]) == found[key]["wanted"]:
-                report(key)
-
-    for name, times, games, where, folder, pipe in racers:
-        while True:
-            left = limit - (time.monotonic() - BEGUN) - (0 if where == "cpu" else GAMES_SECONDS)
-            if not pipe.poll(max(0.0, left)):
-                say("no time left for", name)
-                break
-            kind, *said = pipe.recv()
-            if kind == "ready":
-                say(name, f"set up in {said[0]:.1f} s, drawn on the card: {said[1]}")
-                if left < times[-1]:
-                    say("no time left for", name)
-                    break
-                pipe.send("go")
-            elif kind == "point":
-                at, point = said
-                key = f"{name} {at:g}s"
-                found[key] = {"point": point, "games": [], "wanted": games}
-                say(f"TRAINED {key}: {point['steps']} steps, loss {point['train_loss']:.4f}, val {point['val_loss']:.4f}, "
-                    f"{point['tokens'] / point['seconds'] / 1e6:.2f} M tokens/s")
-                for seeds in groups(games, 10_000):
-                    task = (key, str(folder / checkpoint_name(at)), where, seeds, level)
-                    ask(task) if where == "cpu" else later.append(task)
-            else:
-                if kind == "failed":
-                    say("FAILED", name, said[0])
-                break
-        listen(lambda: 0.0)
-    for task in later:
-        ask(task)
-    listen(lambda: limit - (time.monotonic() - BEGUN))
-    if heard < asked:
-        say(asked - heard, "groups of games did not end in time")
+    out, root = Path(os.environ.get("OUT", "out")), Path(os.environ.get("KEEP") or tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
-    (out / "race.json").write_text(json.dumps(found))
-    for process in mp.active_children():
-        process.kill()
-    shutil.rmtree(root, ignore_errors=True)
+    plans = {name: _plan(parse(Options, given, "study race")) for name, given in races.items()}
+    say("the data is there")
+    for name, race in plans.items():
+        open_race(race, root / name)
+    for name, race in plans.items():
+        for contender in race.contenders if name != "race" else ():
+            theirs = root / "race" / contender.folder
+            if not (root / name / contender.folder).is_symlink():
+                (root / name / contender.folder).symlink_to(theirs.resolve(), target_is_directory=True)
+    context = mp.get_context("spawn")
+    trainers = [Trainer(context, c, plans["race"], root / "race", limit) for c in plans["race"].contenders]
+    train_all(trainers, limit - GAMES_SECONDS)
+    for trainer in trainers:
+        trainer.end()
+    say("games begin")
+    cores = int(os.environ.get("PROCESSES") or len(os.sched_getaffinity(0)))
+    weights = {name: len(race.contenders) for name, race in plans.items()}
+    playing = {
+        name: play(root, name, given, max(1, cores * weights[name] // sum(weights.values())))
+        for name, given in races.items()
+    }
+    for name, process in playing.items():
+        try:
+            said, _ = process.communicate(timeout=max(1.0, left(limit)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+        if process.returncode:
+            say("FAILED", name, process.returncode, said[-600:])
+        with contextlib.suppress(OSError):
+            shutil.copy(root / name / "games.jsonl", out / f"{'games' if name == 'race' else name}.jsonl")
+            shutil.copy(root / name / "record.json", out / f"{name}.json")
+            tell(name, json.loads((out / f"{name}.json").read_text()))
+    if "KEEP" not in os.environ:
+        shutil.rmtree(root, ignore_errors=True)
     say("end")
 
 
