@@ -8,6 +8,7 @@ and only one trains at a time, so a trial's seconds are those of a card of its o
 "#N" behind it for seed N. Writes $OUT/study.json after every trial.
 """
 
+import dataclasses
 import json
 import math
 import multiprocessing as mp
@@ -31,19 +32,45 @@ def some(base, **changes):
     return {**base, **changes}
 
 
+STAGES = {  # (share of the steps until which it lasts, batch, context), before the trial's own batch and context
+    "short": [(0.4, 256, 64)],
+    "steps": [(0.4, 256, 64), (0.7, 128, 128)],
+    "small": [(0.5, 32, 256)],
+    "both": [(0.5, 128, 64)],
+}
+
+
+def nano(lr=2e-3, steps=1000, batch=64, dropout=0.2, optimizer=MUON, decoder=NANO, stages=(), **more):
+    fields = ("positions", "kv_heads", "norm", "bias", "mlp_width", "layers")
+    shape = {key: more.pop(key) for key in fields if key in more}
+    return trial(some(decoder, dropout=dropout, **shape), some(optimizer, lr=lr, **more), batch, steps, stages=stages)
+
+
+def small(lr=2e-3, steps=3000, batch=32, dropout=0.1, **more):
+    return nano(lr, steps, batch, dropout, decoder=SMALL, **more)
+
+
 TRIALS = {
-    "nano-adamw": trial(some(NANO, dropout=0.2), some(ADAMW, lr=1e-3), 64, 2000),
-    "nano-muon": trial(some(NANO, dropout=0.2), some(MUON, lr=2e-3), 64, 1500),
-    "small-adamw": trial(some(SMALL, dropout=0.1), some(ADAMW, lr=1.5e-3), 32, 5000),
-    "small-muon": trial(some(SMALL, dropout=0.1), some(MUON, lr=2e-3), 32, 3500),
-    "nano-muon-d3": trial(some(NANO, dropout=0.3), some(MUON, lr=2e-3), 64, 1500),
-    "nano-muon-rel": trial(some(NANO, dropout=0.2, positions="relative"), some(MUON, lr=2e-3), 64, 1500),
-    "small-muon-d2": trial(some(SMALL, dropout=0.2), some(MUON, lr=2e-3), 32, 3500),
-    "nano-adamw-lr2": trial(some(NANO, dropout=0.2), some(ADAMW, lr=2e-3), 64, 2000),
-    "nano-muon-lr4": trial(some(NANO, dropout=0.2), some(MUON, lr=4e-3), 64, 1500),
-    "small-muon-rel": trial(some(SMALL, dropout=0.1, positions="relative"), some(MUON, lr=2e-3), 32, 3500),
-    "nano-muon-short": trial(some(NANO, dropout=0.2), some(MUON, lr=2e-3), 64, 1000),
-    "nano-muon-wd5": trial(some(NANO, dropout=0.2), some(MUON, lr=2e-3, weight_decay=0.5), 64, 1500),
+    "nano-adamw": nano(1e-3, 2000, optimizer=ADAMW),
+    "nano-muon": nano(),
+    "small-muon": small(),
+    "nano-muon-rel": nano(positions="relative"),
+    "nano-muon-lr4": nano(4e-3),
+    "nano-muon-steps1500": nano(steps=1500),
+    "nano-muon-short": nano(stages=STAGES["short"]),
+    "small-adamw": small(1.5e-3, 5000, optimizer=ADAMW),
+    "nano-muon-d3": nano(steps=1500, dropout=0.3),
+    "small-muon-rel": small(positions="relative", steps=2000),
+    "nano-muon-b128": nano(4e-3, 700, 128),
+    "nano-muon-b32": nano(2e-3, 1500, 32),
+    "nano-muon-stable": nano(stable=0.6),
+    "nano-muon-small": nano(stages=STAGES["small"]),
+    "nano-muon-wd4": nano(weight_decay=0.4),
+    "nano-muon-fast": nano(kv_heads=1, norm="rmsnorm", bias=False),
+    "wide-muon": nano(decoder={"layers": 4, "width": 512, "heads": 8}),
+    "small-muon-lr4": small(4e-3, 2000),
+    "nano-adamw-lr2": nano(2e-3, 1500, optimizer=ADAMW),
+    "nano-muon-steps": nano(stages=STAGES["steps"]),
 }
 
 
@@ -86,6 +113,11 @@ def learn(name, values, text, device, card, deadline):
     step = make_step(model, config)
     batches = Batches(data, config.window, batch=config.batch, seed=config.seed)
     resident = resident_batches(config, step, batches)
+    stages = [(config.steps, batches, resident)]
+    for share, batch, length in reversed(values.get("stages", ())):
+        window = dataclasses.replace(config.window, context=length)
+        shorter = Batches(data, window, batch=batch, seed=config.seed)
+        stages.insert(0, (int(share * config.steps), shorter, resident_batches(config, step, shorter)))
     cuda = device != "cpu"
     wait = torch.cuda.synchronize if cuda else lambda: None
     size = max(16, 32768 // config.window.context if cuda else 16)
@@ -102,14 +134,18 @@ def learn(name, values, text, device, card, deadline):
             now.train()
         return float(sum(losses)) / sum(count for _, count in held)
 
-    def go():
+    def go(taken):
+        _, batches, resident = next(stage for stage in stages if taken < stage[0])
         if resident is not None and isinstance(step, TrainStep):
             step(resident)
             batches.skip()
         else:
             step(batches.next())
 
-    go()
+    for _, _, ready in stages[1:]:
+        if ready is not None:
+            step.prepare(ready)
+    go(0)
     validate()
     wait()
     setup, taken, seconds, points = time.perf_counter() - begun, 1, 0.0, []
@@ -118,7 +154,7 @@ def learn(name, values, text, device, card, deadline):
             until = config.steps * point // POINTS
             started = time.perf_counter()
             while taken < until:
-                go()
+                go(taken)
                 taken += 1
             wait()
             seconds += time.perf_counter() - started

@@ -50,6 +50,17 @@ def test_trains_as_a_pytorch_loop_does():
             torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
+def test_made_ready_without_a_step():
+    """A shape can be captured before its turn: nothing is learned from the batch, and the first step is the first."""
+    steps = [strange_step(capture=Recorder()) for _ in range(2)]
+    steps[0].prepare(language_batch(0))
+    assert steps[0].taken == 0
+    for step in steps:
+        step(language_batch(1))
+    assert torch.equal(steps[0].flat.masters, steps[1].flat.masters)
+    assert steps[0].metrics() == steps[1].metrics()
+
+
 @pytest.mark.parametrize("cut", [{"accumulate": 3}, {"lanes": 3}, {"accumulate": 3, "lanes": 2}])
 def test_a_cut_batch_equals_the_whole_with_missing_targets(cut):
     batch = language_batch(batch=6)

@@ -173,14 +173,21 @@ class TrainStep:
 
         A `Source` in its place draws the batch inside the step, from the step's own number.
         """
+        self._last, leaves = self._prepared(batch)
+        self._last.feed.load(leaves)
+        self._last.program()
+
+    def prepare(self, batch: Any) -> None:
+        """Makes ready, captured where steps are, what a batch like this one takes, and changes no state."""
+        self._prepared(batch)
+
+    def _prepared(self, batch: Any) -> tuple[_Prepared, list[Tensor]]:
         source = batch if isinstance(batch, Source) else None
         leaves, spec = tensors_of(batch if source is None else dict(source.tensors))
         key = (signature(leaves, spec), self.model.training, source)
         if key not in self._shapes:
             self._shapes[key] = self._prepare(leaves, spec, source)
-        self._last = self._shapes[key]
-        self._last.feed.load(leaves)
-        self._last.program()
+        return self._shapes[key], leaves
 
     def _prepare(self, leaves: list[Tensor], spec: Any, source: Source | None) -> _Prepared:
         """Static buffers and program for a new batch shape."""
