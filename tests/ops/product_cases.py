@@ -26,21 +26,27 @@ extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segm
 """
 
 
-def aligned(rows: int, width: int) -> Tensor:
-    """Random bf16 whose rows start at multiples of 16 bytes."""
-    return torch.randn(rows, -(-width // 8) * 8).bfloat16()[:, :width]
+def aligned(rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Random numbers whose rows start at multiples of 16 bytes."""
+    return torch.randn(rows, -(-width // 8) * 8).to(dtype)[:, :width]
+
+
+def beside(form: Form, rows: int, width: int) -> tuple[Tensor, Tensor]:
+    """What the epilogue reads, and unwritten memory for slopes."""
+    c_MN = aligned(rows, width, torch.float16 if form.factor else torch.bfloat16)
+    return c_MN, aligned(rows, width, torch.float16).fill_(float("nan"))
 
 
 def form_of(epilogue: str, transposed_b: bool) -> Form:
-    """The form of an epilogue: plain, bias, gelu (with its input stored), residual (with dropout), derivative."""
+    """The form of an epilogue: plain, bias, gelu (with its slope), residual (with dropout), factor."""
     return Form(
         transposed_b=transposed_b,
         bias=epilogue in ("bias", "gelu", "residual"),
         gelu="exact" if epilogue == "gelu" else None,
-        pre=epilogue == "gelu",
+        slope=epilogue == "gelu",
         residual=epilogue == "residual",
         dropout=epilogue == "residual",
-        derivative=epilogue == "derivative",
+        factor=epilogue == "factor",
     )
 
 
@@ -59,19 +65,18 @@ def dropping(M: int, N: int) -> tuple[Tensor, ctypes.Array[ctypes.c_int], ctypes
 
 
 def expected(form: Form, a_MK: Tensor, b: Tensor, bias_N: Tensor, c_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """The result in float64, and the product with its bias."""
+    """The result in float64, and GELU's derivative where there is one."""
     M, N = c_MN.shape
     product = a_MK.double() @ (b.double() if form.transposed_b else b.double().t())
     if form.bias:
         product = product + bias_N.double()
     if form.gelu:
-        return torch.nn.functional.gelu(product), product
+        value = torch.nn.functional.gelu(product.requires_grad_())
+        return value.detach(), torch.autograd.grad(value.sum(), product)[0]
     if form.residual:
         state = DropoutState(torch.tensor(SEED_STEP), FIRST_SAMPLE)
         keep = hidden_keep(state, SITE, (2, M // 2, N), P, torch.device("cpu")).view(M, N)
         return c_MN.double() + product * keep * quantise(P)[1], product
-    if form.derivative:
-        u = c_MN.double().requires_grad_()
-        (slope,) = torch.autograd.grad(torch.nn.functional.gelu(u).sum(), u)
-        return product * slope, product
+    if form.factor:
+        return product * c_MN.double(), product
     return product, product

@@ -9,7 +9,7 @@ from torch import Tensor
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.linear import Masks, linear
-from ridgeline.ops.linear.products import forward_raw, input_gradient_raw, weight_gradient_raw
+from ridgeline.ops.linear.products import forward_raw, input_gradient_raw, slope_empty, weight_gradient_raw
 
 EPILOGUES = ["plain", "bias", "exact", "tanh", "residual", "dropout"]
 Inputs = dict[str, Tensor | None]
@@ -83,17 +83,16 @@ def test_hopper_kernels_match_fp64_as_well_as_pytorch_does(
 
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("gelu", ["exact", "tanh"])
-def test_input_gradient_through_gelu_and_its_column_sums(impl: str, gelu: str) -> None:
+@pytest.mark.parametrize("M", [256, 576])
+def test_input_gradient_through_gelu_and_its_column_sums(impl: str, M: int) -> None:
     torch.manual_seed(1)
     device = "cuda" if impl == "cuda" else "cpu"
-    N, M, K = 300, 256, 520
-    dy_NM, weight_MK, pre_NK = (torch.randn(*s, device=device).bfloat16() for s in ((N, M), (M, K), (N, K)))
-    wide = pre_NK.double().requires_grad_()
-    h = torch.nn.functional.gelu(wide, approximate="none" if gelu == "exact" else "tanh")
-    (truth,) = torch.autograd.grad(h, wide, dy_NM.double() @ weight_MK.double())
-    dx_NK = torch.full_like(pre_NK, float("nan"))
-    sums = input_gradient_raw(dy_NM, weight_MK, dx_NK, pre_NK=pre_NK, gelu=gelu, impl=impl)
+    N, K = 300, 520
+    dy_NM, weight_MK = (torch.randn(*s, device=device).bfloat16() for s in ((N, M), (M, K)))
+    slope_NK = slope_empty(dy_NM, N, K).uniform_(-0.2, 1.2)
+    truth = dy_NM.double() @ weight_MK.double() * slope_NK.double()
+    dx_NK = torch.full((N, K), float("nan"), device=device).bfloat16()
+    sums = input_gradient_raw(dy_NM, weight_MK, dx_NK, slope_NK=slope_NK, impl=impl)
     assert relative(dx_NK, truth) < 4e-3
     assert relative(sums.sum(0), truth.sum(0)) < 4e-3
 
@@ -110,13 +109,26 @@ def test_weight_gradient_is_fp32_and_can_accumulate(device: str, accumulate: boo
     assert relative(got, truth) < 1e-5
 
 
-def test_forward_raw_writes_the_pre_activation() -> None:
+@pytest.mark.parametrize("gelu", ["exact", "tanh"])
+def test_forward_raw_writes_the_derivative_of_gelu(gelu: str) -> None:
     torch.manual_seed(3)
     x, weight, bias = torch.randn(10, 16), torch.randn(24, 16), torch.randn(24)
-    out, pre = torch.empty(10, 24), torch.empty(10, 24)
-    forward_raw(x, weight, out, bias_M=bias, gelu="exact", pre_NM=pre)
-    torch.testing.assert_close(pre, x @ weight.t() + bias)
-    torch.testing.assert_close(out, torch.nn.functional.gelu(pre))
+    out, slope = torch.empty(10, 24), torch.empty(10, 24)
+    forward_raw(x, weight, out, bias_M=bias, gelu=gelu, slope_NM=slope)
+    u = (x @ weight.t() + bias).requires_grad_()
+    value = torch.nn.functional.gelu(u, approximate="none" if gelu == "exact" else "tanh")
+    torch.testing.assert_close(out, value)
+    torch.testing.assert_close(slope, torch.autograd.grad(value.sum(), u)[0])
+
+
+def test_derivatives_of_gelu_are_kept_in_half_precision_beside_16_bits() -> None:
+    for dtype, kept in (
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+    ):
+        slope = slope_empty(torch.empty(1, dtype=dtype), 3, 5)
+        assert (slope.shape, slope.dtype, slope.stride(0) * slope.element_size() % 16) == ((3, 5), kept, 0)
 
 
 def test_bad_input_is_refused_in_words() -> None:

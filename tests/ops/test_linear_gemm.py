@@ -87,13 +87,13 @@ def test_gelu_keeps_nan(compile_host: Callable[..., ctypes.CDLL]) -> None:
 @pytest.mark.parametrize(
     "macros",
     [
-        gemm.defines(Config(), 512, Form(bias=True)),
-        gemm.defines(Config(), 512, Form(bias=True, gelu="exact", pre=True)),
-        gemm.defines(Config(), 512, Form(torch.float16, bias=True, residual=True, dropout=True)),
-        gemm.defines(Config(), 512, Form(transposed_b=True, derivative=True)),
-        gemm.defines(Config(tile_m=64), 256, Form(bias=True, gelu="tanh", pre=True)),
+        gemm.defines(Config(), 600, Form(bias=True)),
+        gemm.defines(Config(), 600, Form(bias=True, gelu="exact", slope=True)),
+        gemm.defines(Config(), 600, Form(torch.float16, bias=True, residual=True, dropout=True)),
+        gemm.defines(Config(), 600, Form(transposed_b=True, factor=True)),
+        gemm.defines(Config(tile_m=64), 256, Form(bias=True, gelu="tanh", slope=True)),
     ],
-    ids=["bias", "gelu", "residual-fp16", "derivative", "small-tanh"],
+    ids=["bias", "gelu", "residual-fp16", "factor", "small-tanh"],
 )
 def test_compiles_for_hopper_with_accumulators_in_registers(
     macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

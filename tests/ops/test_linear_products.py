@@ -20,23 +20,23 @@ def described(
     transposed_b: bool = False,
     bias_N: Tensor | None = None,
     gelu: GeluKind | None = None,
-    pre_MN: Tensor | None = None,
+    slope_MN: Tensor | None = None,
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
-    gelu_input_MN: Tensor | None = None,
+    factor_MN: Tensor | None = None,
 ) -> Tensor | None:
     """As the docstrings of `gemm` and `stationary` have it."""
     acc = a_MK.double() @ (b if transposed_b else b.t()).double()
-    if gelu_input_MN is not None:
-        u = gelu_input_MN.double().requires_grad_()
-        value = torch.nn.functional.gelu(u, approximate=FORMS[gelu or "exact"])
-        out_MN.copy_(acc * torch.autograd.grad(value.sum(), u)[0])
+    if factor_MN is not None:
+        out_MN.copy_(acc * factor_MN.double())
         return out_MN.float().sum(0, keepdim=True)
     acc = acc if bias_N is None else acc + bias_N.double()
-    if pre_MN is not None:
-        pre_MN.copy_(acc)
     if gelu is not None:
-        acc = torch.nn.functional.gelu(acc, approximate=FORMS[gelu])
+        u = acc.requires_grad_()
+        value = torch.nn.functional.gelu(u, approximate=FORMS[gelu])
+        acc = value.detach()
+        if slope_MN is not None:
+            slope_MN.copy_(torch.autograd.grad(value.sum(), u)[0])
     if residual_MN is not None:
         acc = residual_MN.double() + (acc if masks is None else masked(acc, masks))
     out_MN.copy_(acc)
@@ -73,15 +73,16 @@ def test_forward(K: int, epilogue: str, asked: list[str]) -> None:
     state = DropoutState(torch.tensor([3, 4]))
     out: dict[str, tuple[Tensor, Tensor]] = {}
     for impl in ("torch", "cuda"):
-        result, pre = torch.full((2, N, M), float("nan"))
+        result, slope = torch.full((2, N, M), float("nan"))
         gelu = epilogue in FORMS
         products.forward_raw(
             x, weight, result,
-            bias_M=None if epilogue == "plain" else bias, gelu=epilogue if gelu else None, pre_NM=pre if gelu else None,
+            bias_M=None if epilogue == "plain" else bias, gelu=epilogue if gelu else None,
+            slope_NM=slope if gelu else None,
             residual_NM=residual if epilogue.endswith(("residual", "dropout")) else None,
             masks=Masks(0.25, state, 1, T) if epilogue.endswith("dropout") else None, impl=impl,
         )  # type: ignore[arg-type]  # fmt: skip
-        out[impl] = (result, pre if gelu else result)
+        out[impl] = (result, slope if gelu else result)
     torch.testing.assert_close(out["cuda"], out["torch"], rtol=1e-4, atol=1e-4)
     large = K > stationary.LARGEST_K
     cublas = large and epilogue in ("plain", "bias")
@@ -89,16 +90,15 @@ def test_forward(K: int, epilogue: str, asked: list[str]) -> None:
 
 
 @pytest.mark.parametrize("inner", [64, 600])
-@pytest.mark.parametrize("kind", [None, "exact", "tanh"])
-def test_input_gradient(inner: int, kind: GeluKind | None, asked: list[str]) -> None:
-    dy, weight, pre = (draw(*s, seed=i) for i, s in enumerate(((N, inner), (inner, M), (N, M))))
+@pytest.mark.parametrize("through_gelu", [False, True])
+def test_input_gradient(inner: int, through_gelu: bool, asked: list[str]) -> None:
+    dy, weight, slope = (draw(*s, seed=i) for i, s in enumerate(((N, inner), (inner, M), (N, M))))
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for impl in ("torch", "cuda"):
         dx = torch.full((N, M), float("nan"))
-        options = {} if kind is None else {"pre_NK": pre, "gelu": kind}
-        sums = products.input_gradient_raw(dy, weight, dx, impl=impl, **options)  # type: ignore[arg-type]
-        assert (sums is None) == (kind is None)
+        sums = products.input_gradient_raw(dy, weight, dx, impl=impl, slope_NK=slope if through_gelu else None)
+        assert (sums is not None) == through_gelu
         found[impl] = (dx, dx if sums is None else sums.sum(0))
     torch.testing.assert_close(found["cuda"], found["torch"], rtol=1e-4, atol=1e-4)
     large = inner > stationary.LARGEST_K
-    assert asked == ([] if large and kind is None else ["gemm" if large else "stationary"])
+    assert asked == ([] if large and not through_gelu else ["gemm" if large else "stationary"])

@@ -20,7 +20,9 @@ template <bool TANH>
 void both(float x, float* gate, float* slope) {
   const u32 pair = half_pair(x, -x), g = gelu_gate_pair<TANH>(pair, half_multiply(pair, pair));
   gate[0] = half_low(g), gate[1] = half_high(g);
-  slope[0] = half_low(gelu_derivative_pair<TANH>(pair)), slope[1] = half_high(gelu_derivative_pair<TANH>(pair));
+  u32 gate_again;
+  const u32 d = gelu_derivative_pair<TANH>(pair, gate_again);
+  slope[0] = half_low(d), slope[1] = half_high(d);
 }
 extern "C" void evaluate(const float* x, float* out, int count) {
   for (int i = 0; i < count; ++i) {
@@ -63,13 +65,13 @@ def test_gelu_in_half_precision_keeps_nan(compile_host: Callable[..., ctypes.CDL
     "macros",
     [
         stationary.defines(512, Form(bias=True)),
-        stationary.defines(512, Form(bias=True, gelu="exact", pre=True)),
-        stationary.defines(512, Form(torch.float16, bias=True, gelu="exact", pre=True)),
+        stationary.defines(512, Form(bias=True, gelu="exact", slope=True)),
+        stationary.defines(512, Form(torch.float16, bias=True, gelu="exact", slope=True)),
         stationary.defines(512, Form(bias=True, residual=True, dropout=True)),
-        stationary.defines(512, Form(transposed_b=True, derivative=True)),
-        stationary.defines(256, Form(transposed_b=True, derivative=True, gelu="tanh"), cluster=2),
+        stationary.defines(512, Form(transposed_b=True, factor=True)),
+        stationary.defines(256, Form(transposed_b=True, factor=True), cluster=2),
     ],
-    ids=["bias", "gelu", "gelu-fp16", "residual", "derivative", "small-derivative-pairs"],
+    ids=["bias", "gelu", "gelu-fp16", "residual", "factor", "small-factor-pairs"],
 )
 def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
     macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -85,6 +87,6 @@ def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
 
 @pytest.mark.parametrize("K", [64, 72, 256, 448, 512])
 def test_the_ring_fits_beside_the_tiles(K: int) -> None:
-    for macros in (stationary.defines(K, Form(gelu="exact", pre=True)), stationary.defines(K, Form(derivative=True))):
+    for macros in (stationary.defines(K, Form(gelu="exact", slope=True)), stationary.defines(K, Form(factor=True))):
         assert macros["LAPS"] >= 2
         assert stationary.SMEM_LIMIT - 8192 * macros["K_CHUNKS"] < stationary.smem(macros) <= stationary.SMEM_LIMIT

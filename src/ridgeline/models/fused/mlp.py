@@ -35,11 +35,11 @@ class MlpWeights(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What the MLP saves: the pre-activation (without its bias under mlp "torch", in an order of the kernel's own in
-    whole rows), and the activation, unless the backward pass makes it anew.
+    """What the MLP saves: GELU's derivative (mlp "cuda"), its input without the bias ("torch") or its input in an order
+    of the kernel's own (whole rows); and the activation, unless the backward pass makes it anew.
     """
 
-    u_NF: Tensor
+    kept_NF: Tensor
     a_NF: Tensor | None
 
 
@@ -51,14 +51,15 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         fused, last = rows_join(run, middle.r_NC, join)
         rows.mlp_forward_raw(h_NC, up_FC, weights.up_bias_F, weights.down_CF, kept, fused, gelu=gelu)
         return Hidden(kept, None), last
-    u_NF = h_NC.new_empty(len(h_NC), len(up_FC))
-    a_NF = torch.empty_like(u_NF)
+    a_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     if run.choices.mlp == "cuda":
-        products.forward_raw(h_NC, up_FC, a_NF, bias_M=weights.up_bias_F, gelu=gelu, pre_NM=u_NF, impl="cuda")
+        kept_NF = products.slope_empty(h_NC, *a_NF.shape)
+        products.forward_raw(h_NC, up_FC, a_NF, bias_M=weights.up_bias_F, gelu=gelu, slope_NM=kept_NF, impl="cuda")
     else:
-        torch.mm(h_NC, up_FC.t(), out=u_NF)
-        activation.bias_gelu_forward_raw(u_NF, weights.up_bias_F, a_NF, kind=gelu)
-    return Hidden(u_NF, a_NF), join_forward(run, linear(a_NF, weights.down_CF), middle.r_NC, join)
+        kept_NF = torch.empty_like(a_NF)
+        torch.mm(h_NC, up_FC.t(), out=kept_NF)
+        activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
+    return Hidden(kept_NF, a_NF), join_forward(run, linear(a_NF, weights.down_CF), middle.r_NC, join)
 
 
 def mlp_backward(
@@ -88,7 +89,7 @@ def _rows_backward(
         partials_PF = dz_NC.new_empty(partial_rows, F, dtype=torch.float32)
     gradient, before = rows_slopes(run, "mlp_backward", F, behind.dr_NC, middle, join, grads)
     rows.mlp_backward_raw(
-        dz_NC, weights.up_FC, weights.down_CF, hidden.u_NF, a_NF, du_NF, partials_PF, gradient, gelu=run.config.gelu
+        dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, a_NF, du_NF, partials_PF, gradient, gelu=run.config.gelu
     )
     rows_sums(gradient, join, grads)
     return a_NF, du_NF, partials_PF, before
@@ -98,15 +99,15 @@ def _hidden_backward(
     run: Pass, dz_NC: Tensor, hidden: Hidden, weights: MlpWeights, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
     """du = (dz Wdown) · gelu'(u + b), and where wanted fp32 partial sums of it over its rows."""
-    u_NF, bias_F, gelu = hidden.u_NF, weights.up_bias_F, run.config.gelu
-    du_NF = torch.empty_like(u_NF)
+    kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
+    du_NF = dz_NC.new_empty(kept_NF.shape)
     if run.choices.mlp == "cuda":
-        partials_PF = products.input_gradient_raw(dz_NC, weights.down_CF, du_NF, pre_NK=u_NF, gelu=gelu, impl="cuda")
+        partials_PF = products.input_gradient_raw(dz_NC, weights.down_CF, du_NF, slope_NK=kept_NF, impl="cuda")
         return du_NF, partials_PF if sums else None
     torch.mm(dz_NC, weights.down_CF, out=du_NF)
     partials_PF = None
     if sums:
         partial_rows = activation.partial_rows(du_NF.shape[0], du_NF.shape[1], du_NF)
         partials_PF = du_NF.new_empty(partial_rows, du_NF.shape[1], dtype=torch.float32)
-    activation.bias_gelu_backward_raw(du_NF, u_NF, bias_F, du_NF, partials_PF, kind=gelu)
+    activation.bias_gelu_backward_raw(du_NF, kept_NF, bias_F, du_NF, partials_PF, kind=gelu)
     return du_NF, partials_PF

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.linear.products import (
-    TORCH_NAME,
     aligned,
     aligned_empty,
     forward_raw,
     input_gradient_raw,
+    slope_empty,
     weight_gradient_raw,
 )
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 
 
 class Linear(torch.autograd.Function):
-    """(x, W, b, residual) → y; keeps x, W and, under a GELU, its input."""
+    """(x, W, b, residual) → y; keeps x, W and a GELU's derivative."""
 
     @staticmethod
     def forward(
@@ -36,25 +36,25 @@ class Linear(torch.autograd.Function):
         x_NK, weight_MK = aligned(x_NK), aligned(weight_MK)
         residual_NM = None if residual_NM is None else aligned(residual_NM)
         out_NM = aligned_empty(x_NK, x_NK.shape[0], weight_MK.shape[0])
-        pre_NM = aligned_empty(x_NK, *out_NM.shape) if gelu is not None else None
+        slope_NM = slope_empty(x_NK, *out_NM.shape) if gelu is not None else None
         forward_raw(
             x_NK, weight_MK, out_NM,
-            bias_M=bias_M, gelu=gelu, pre_NM=pre_NM, residual_NM=residual_NM, masks=masks, impl=impl,
+            bias_M=bias_M, gelu=gelu, slope_NM=slope_NM, residual_NM=residual_NM, masks=masks, impl=impl,
         )  # fmt: skip
-        ctx.save_for_backward(x_NK, weight_MK, pre_NM)
-        ctx.gelu, ctx.masks, ctx.impl = gelu, masks, impl
+        ctx.save_for_backward(x_NK, weight_MK, slope_NM)
+        ctx.masks, ctx.impl = masks, impl
         return out_NM
 
     @staticmethod
     def backward(ctx: Any, dout_NM: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Gradients of x, W, b and residual, each in its tensor's dtype."""
-        x_NK, weight_MK, pre_NM = ctx.saved_tensors
+        x_NK, weight_MK, slope_NM = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
         dy_NM = dout_NM
         if ctx.masks is not None:
             dy_NM = masked(dy_NM, ctx.masks)
-        if pre_NM is not None:
-            dy_NM = torch.ops.aten.gelu_backward(dy_NM, pre_NM, approximate=TORCH_NAME[ctx.gelu])
+        if slope_NM is not None:
+            dy_NM = torch.mul(dy_NM, slope_NM, out=torch.empty_like(dy_NM))
         dx_NK = dweight_MK = dbias_M = None
         dy_NM = aligned(dy_NM)
         if needs_x:

@@ -175,10 +175,24 @@ RL_HD u32 gelu_derivative_pair(u32 x, u32& gate) {
   }
   return half_multiply_add(x, density, gate);
 }
-template <bool TANH>
-RL_HD u32 gelu_derivative_pair(u32 x) {
-  u32 gate;
-  return gelu_derivative_pair<TANH>(x, gate);
+
+#ifdef RL_D
+// v0 and v1 become their GELU; returns d GELU / dx of both in half precision (if SLOPE). Only fp16 results need arithmetic
+// of more bits than that.
+template <bool TANH, bool SLOPE>
+RL_D u32 activate(float& v0, float& v1) {
+  u32 gate, slope = 0;
+  if (RL_FP16) {
+    if (SLOPE) slope = half_pair(gelu_derivative<TANH>(v0), gelu_derivative<TANH>(v1));
+    v0 = gelu<TANH>(v0), v1 = gelu<TANH>(v1);
+    return slope;
+  }
+  const u32 x = half_pair(v0, v1);
+  if (SLOPE) slope = gelu_derivative_pair<TANH>(x, gate);
+  else gate = gelu_gate_pair<TANH>(x, half_multiply(x, x));
+  v0 *= half_low(gate), v1 *= half_high(gate);
+  return slope;
 }
+#endif
 
 }  // namespace rl

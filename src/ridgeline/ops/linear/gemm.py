@@ -19,9 +19,8 @@ SMEM_LIMIT = 227 * 1024
 THREADS = 384
 CHUNK_K = 64
 SMALL_TILES = 600  # fewer 128-row tiles than this, and 64-row tiles spread better
-RESIDENT_K = 512  # 128 columns of B up to here leave room for the ring
 KINDS = "MMMMMPiPPPiIIfii"  # the parameters of both Hopper products
-Epilogue = Literal["plain", "bias", "gelu", "residual", "derivative"]
+Epilogue = Literal["plain", "bias", "gelu", "residual", "factor"]
 
 Segment = tuple[int, int, int, int]  # column tile + 65536 · row of partial sums, first row tile, step, count
 
@@ -31,39 +30,23 @@ class Config(NamedTuple):
 
     Attributes:
         tile_m, tile_n: a warpgroup's output tile.
-        resident: a block keeps its columns of B for a whole segment, so that only A streams.
         stages: ring slots; 0 takes as many as fit, up to 16.
     """
 
     tile_m: int = 128
     tile_n: int = 128
-    resident: bool = True
     stages: int = 0
 
-    @property
-    def piece_rows(self) -> int:
-        """Rows of A in a ring slot."""
-        return 64 if self.resident else self.tile_m
-
-    def smem(self, k_chunks: int, reads_c: bool, stages: int) -> int:
+    def smem(self, reads_c: bool, stages: int) -> int:
         """Bytes of dynamic shared memory."""
-        b_bytes = self.tile_n * 128
-        slot = self.piece_rows * 128 + (0 if self.resident else b_bytes)
         panels = self.tile_m * self.tile_n // 1024 if reads_c else 16
-        return (k_chunks * b_bytes if self.resident else 0) + stages * slot + panels * 2048 + 1024
+        return stages * (self.tile_m + self.tile_n) * 128 + panels * 2048 + 1024
 
-    def fitted(self, k_chunks: int, reads_c: bool) -> Config:
-        """The same with as many stages as fit.
-
-        Raises:
-            ValueError: fewer than 2 stages fit.
-        """
+    def fitted(self, reads_c: bool) -> Config:
+        """The same with as many stages as fit."""
         if self.stages:
             return self
-        fitting = [n for n in range(2, 17) if self.smem(k_chunks, reads_c, n) <= SMEM_LIMIT]
-        if not fitting:
-            raise ValueError(f"{self} does not fit shared memory with K of {k_chunks * CHUNK_K}")
-        return self._replace(stages=fitting[-1])
+        return self._replace(stages=max(n for n in range(2, 17) if self.smem(reads_c, n) <= SMEM_LIMIT))
 
 
 def divide(row_tiles: int, columns: int, units: int) -> tuple[list[list[Segment]], int]:
@@ -131,16 +114,15 @@ def plan_of(row_tiles: int, columns: int, device: torch.device, together: int = 
     return Plan(torch.tensor(table, dtype=torch.int32, device=device), longest, len(work), slots)
 
 
-def choose(M: int, N: int, K: int, epilogue: Epilogue) -> Config | None:
-    """The configuration for a product of M × N × K that `stationary` does not take; None where cuBLAS is taken.
+def choose(M: int, N: int, epilogue: Epilogue) -> Config | None:
+    """The configuration for a product of M × N that `stationary` does not take; None where cuBLAS is taken.
 
-    By measurement on an H200: without an epilogue to ride on, or with a bias alone, cuBLAS is as fast or faster. An
-    inner size up to 512 comes here with the dropout of samples shorter than 64 rows alone.
+    By measurement on an H200: without an epilogue to ride on, or with a bias alone, cuBLAS is as fast or faster.
     """
     if epilogue in ("plain", "bias"):
         return None
     small = -(-M // 128) * -(-N // 128) < SMALL_TILES
-    return Config(tile_m=64 if small else 128, resident=K <= RESIDENT_K)
+    return Config(tile_m=64 if small else 128)
 
 
 class Form(NamedTuple):
@@ -148,45 +130,43 @@ class Form(NamedTuple):
 
     Attributes:
         dtype: bf16 or fp16.
-        transposed_b, bias, gelu, pre, residual, dropout, derivative: what there is of `gemm`'s arguments.
+        transposed_b, bias, gelu, slope, residual, dropout, factor: what there is of `gemm`'s arguments.
     """
 
     dtype: torch.dtype = torch.bfloat16
     transposed_b: bool = False
     bias: bool = False
     gelu: GeluKind | None = None
-    pre: bool = False
+    slope: bool = False
     residual: bool = False
     dropout: bool = False
-    derivative: bool = False
+    factor: bool = False
 
     @property
     def reads_c(self) -> bool:
         """Whether the epilogue reads a matrix."""
-        return self.residual or self.derivative
+        return self.residual or self.factor
 
     def macros(self) -> dict[str, int]:
         """The macros that compile it, without sizes."""
         return {
             "RL_FP16": int(self.dtype == torch.float16),
             "B_TRANSPOSED": int(self.transposed_b),
-            "EPILOGUE": 3 if self.derivative else 2 if self.residual else 1 if self.gelu else 0,
+            "EPILOGUE": 3 if self.factor else 2 if self.residual else 1 if self.gelu else 0,
             "HAS_BIAS": int(self.bias),
             "GELU_TANH": int(self.gelu == "tanh"),
-            "STORE_U": int(self.pre),
+            "STORE_U": int(self.slope),
             "DROPOUT": int(self.dropout),
         }
 
 
 def defines(config: Config, K: int, form: Form) -> dict[str, int]:
     """The macros that compile the kernel for a configuration, an inner size and a form."""
-    k_chunks = -(-K // CHUNK_K)
     return form.macros() | {
         "TILE_M": config.tile_m,
         "TILE_N": config.tile_n,
-        "STAGES": config.fitted(k_chunks, form.reads_c).stages,
-        "K_CHUNKS": k_chunks,
-        "RESIDENT": int(config.resident),
+        "STAGES": config.fitted(form.reads_c).stages,
+        "K_CHUNKS": -(-K // CHUNK_K),
     }
 
 
@@ -195,7 +175,7 @@ def _kernel(device: int, config: Config, K: int, form: Form) -> tuple[cuda.Kerne
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
     macros = defines(config, K, form)
     kernel = cuda.load(SOURCE, macros).kernel("gemm", KINDS, patient=True)
-    return kernel, config.smem(macros["K_CHUNKS"], form.reads_c, macros["STAGES"])
+    return kernel, config.smem(form.reads_c, macros["STAGES"])
 
 
 def mask_arguments(masks: Masks | None, N: int) -> tuple[cuda.Argument, ...]:
@@ -214,41 +194,42 @@ def gemm(
     transposed_b: bool = False,
     bias_N: Tensor | None = None,
     gelu: GeluKind | None = None,
-    pre_MN: Tensor | None = None,
+    slope_MN: Tensor | None = None,
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
-    gelu_input_MN: Tensor | None = None,
+    factor_MN: Tensor | None = None,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators.
 
-    The epilogue is one of: acc + bias; gelu(acc + bias), with acc + bias also written to `pre_MN` if given;
-    residual + dropout(acc + bias); acc · gelu'(gelu_input), with column sums.
+    The epilogue is one of: acc + bias; gelu(acc + bias), with gelu'(acc + bias) written to `slope_MN` if given;
+    residual + dropout(acc + bias); acc · factor, with column sums.
 
     Args:
         a_MK: bf16 or fp16.
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
         config: how.
+        slope_MN, factor_MN: fp16 whatever a has.
 
     Returns:
-        With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
+        With `factor_MN`, fp32 partial column sums [rows, N] of out; else None.
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
     form = Form(
-        a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None, residual_MN is not None,
-        masks is not None, gelu_input_MN is not None,
+        a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
+        masks is not None, factor_MN is not None,
     )  # fmt: skip
     kernel, smem = _kernel(a_MK.get_device(), config, K, form)
     plan = plan_of(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
     panel = (16, 64)
-    map_a = cuda.tensor_map(a_MK, (config.piece_rows, CHUNK_K))
+    map_a = cuda.tensor_map(a_MK, (config.tile_m, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     map_d = cuda.tensor_map(out_MN, panel)
-    reads = residual_MN if gelu_input_MN is None else gelu_input_MN
+    reads = residual_MN if factor_MN is None else factor_MN
     map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
-    map_u = map_d if pre_MN is None else cuda.tensor_map(pre_MN, panel)
-    sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if gelu_input_MN is not None else None
+    map_u = map_d if slope_MN is None else cuda.tensor_map(slope_MN, panel)
+    sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if factor_MN is not None else None
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
     )  # fmt: skip

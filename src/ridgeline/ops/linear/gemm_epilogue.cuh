@@ -87,27 +87,21 @@ struct Consumer {
   RL_D void linear(float (&acc)[M_BLOCKS][TILE_N / 2], int column, int row) {
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) {
-      float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
+      const float* v = acc[i / N_HALVES] + 32 * (i % N_HALVES);
       const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
-      u32 out[8][2];
+      u32 out[8][2], slope[8][2];
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float &u0 = v[4 * j + 2 * h], &u1 = v[4 * j + 2 * h + 1];
-          if (HAS_BIAS) u0 += pair_low(bias[8 * (i % N_HALVES) + j]), u1 += pair_high(bias[8 * (i % N_HALVES) + j]);
-          out[j][h] = EPILOGUE == 1 ? pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1)) : pack_pair(u0, u1);
+          float v0 = v[4 * j + 2 * h], v1 = v[4 * j + 2 * h + 1];
+          if (HAS_BIAS) v0 += pair_low(bias[8 * (i % N_HALVES) + j]), v1 += pair_high(bias[8 * (i % N_HALVES) + j]);
+          if (EPILOGUE == 1) slope[j][h] = activate<GELU_TANH, STORE_U>(v0, v1);
+          out[j][h] = pack_pair(v0, v1);
         }
       constexpr bool BOTH = EPILOGUE == 1 && STORE_U;
       wait_sent<BOTH ? 0 : 1>(lane);
-      if (BOTH) {
-        u32 pre[8][2];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int h = 0; h < 2; ++h) pre[j][h] = pack_pair(v[4 * j + 2 * h], v[4 * j + 2 * h + 1]);
-        panel(1).write(pre);
-      }
+      if (BOTH) panel(1).write(slope);
       const Panel target = panel(BOTH ? 0 : i & 1);
       target.write(out);
       publish();
@@ -131,7 +125,7 @@ struct Consumer {
       u32 c[8][2];
       barrier_wait(bar.c_full(group, warp, i), phase);
       here.read(c);
-      if (EPILOGUE == 3) multiply_derivative(c, v, 8 * (i % N_HALVES));
+      if (EPILOGUE == 3) multiply(c, v, 8 * (i % N_HALVES));
       if (EPILOGUE == 2) add_residual(c, v, 8 * (i % N_HALVES), x, y);
       here.write(c);
       publish();
@@ -149,13 +143,13 @@ struct Consumer {
       fetch_c(1 - group, PANELS - 1, next_column, next_row);
     }
   }
-  RL_D void multiply_derivative(u32 (&c)[8][2], const float* v, int group_of_columns) {
+  RL_D void multiply(u32 (&c)[8][2], const float* v, int group_of_columns) {
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float d0 = v[4 * j + 2 * h] * gelu_derivative<GELU_TANH>(pair_low(c[j][h]));
-        const float d1 = v[4 * j + 2 * h + 1] * gelu_derivative<GELU_TANH>(pair_high(c[j][h]));
+        const float d0 = v[4 * j + 2 * h] * half_low(c[j][h]);
+        const float d1 = v[4 * j + 2 * h + 1] * half_high(c[j][h]);
         sums[group_of_columns + j][0] += d0;
         sums[group_of_columns + j][1] += d1;
         c[j][h] = pack_pair(d0, d1);

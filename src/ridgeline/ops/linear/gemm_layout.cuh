@@ -6,18 +6,13 @@ using namespace rl;
 
 constexpr int BLOCK_K = 64, ROW_BYTES = 128;              // a ring slot's rows are 64 values: one swizzle span
 constexpr int M_BLOCKS = TILE_M / 64, N_HALVES = TILE_N / 64;
-// A slot holds 64 columns of K for 64 rows of A where only A streams, so that few bytes wait for products to end; else of
-// the whole tile and of B.
-constexpr int PIECES = RESIDENT ? M_BLOCKS : 1, PIECE_M = TILE_M / PIECES;
-constexpr int A_BYTES = PIECE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES;
-constexpr int SLOT_BYTES = A_BYTES + (RESIDENT ? 0 : B_BYTES);
-constexpr int RESIDENT_BYTES = RESIDENT ? K_CHUNKS * B_BYTES : 0;
+constexpr int A_BYTES = TILE_M * ROW_BYTES, B_BYTES = TILE_N * ROW_BYTES, SLOT_BYTES = A_BYTES + B_BYTES;
 constexpr int PANEL_BYTES = 16 * ROW_BYTES;               // 16 rows × 64 columns of output: a warp's unit of work
 constexpr int PANELS = M_BLOCKS * N_HALVES;               // panels a warp has in a tile
 constexpr bool READS_C = EPILOGUE >= 2;
 constexpr int BARRIER_BYTES = 1024;
-// dynamic shared memory: resident B, ring, panels, barriers
-constexpr int RING = RESIDENT_BYTES, PANEL_POOL = RING + STAGES * SLOT_BYTES;
+// dynamic shared memory: ring, panels, barriers
+constexpr int PANEL_POOL = STAGES * SLOT_BYTES;
 constexpr int POOL_PANELS = READS_C ? 4 * PANELS : 2 * 4 * 2;
 constexpr int BARRIERS = PANEL_POOL + POOL_PANELS * PANEL_BYTES;
 
@@ -25,12 +20,10 @@ struct Barriers {
   u32 base;
   RL_D u32 full(int slot) const { return base + 8 * slot; }
   RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
-  RL_D u32 b_full(int chunk) const { return base + 8 * (2 * STAGES + chunk); }
-  RL_D u32 b_free() const { return base + 8 * (2 * STAGES + K_CHUNKS); }
   RL_D u32 c_full(int group, int warp, int panel) const {
-    return base + 8 * (2 * STAGES + K_CHUNKS + 1 + (group * 4 + warp) * PANELS + panel);
+    return base + 8 * (2 * STAGES + (group * 4 + warp) * PANELS + panel);
   }
-  static constexpr int COUNT = 2 * STAGES + K_CHUNKS + 1 + 8 * PANELS;
+  static constexpr int COUNT = 2 * STAGES + 8 * PANELS;
 };
 static_assert(PANELS % 2 == 0, "panels leave through two slots in turn");
 static_assert(8 * Barriers::COUNT <= BARRIER_BYTES, "barriers overflow");

@@ -2,15 +2,15 @@
 // start at multiples of 16 bytes.
 //
 // One producer warp feeds shared memory through the bulk copy engine; two consumer warpgroups take whole output tiles in
-// turn, so that one's epilogue runs under the other's products. A block keeps its columns of B (RESIDENT) and walks down
-// the rows of A, so that only A streams.
+// turn, so that one's epilogue runs under the other's products.
 //
 // Macros (a configuration is a set of them, see gemm.py):
 //   TILE_M 64 or 128, TILE_N 64, 128 or 256: a warpgroup's output tile. STAGES: ring slots.
-//   K_CHUNKS: ceil(K / 64). RESIDENT: B stays for a whole segment. B_TRANSPOSED: B is given as [K, N].
-//   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   2 D = C + dropout(acc + bias)
-//             3 D = acc · gelu'(C), with column sums of D
-//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2).
+//   K_CHUNKS: ceil(K / 64). B_TRANSPOSED: B is given as [K, N].
+//   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
+//             3 D = acc · C, with column sums of D
+//   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2).
+//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
 #include "gemm_epilogue.cuh"
 
 RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 barrier) {
@@ -23,41 +23,24 @@ RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 b
   }
 }
 
-RL_D void prefetch(const Problem& p, int chunk, int row) {
-#pragma unroll
-  for (int piece = 0; piece < PIECES; ++piece) prefetch_2d(p.a, chunk * BLOCK_K, row + piece * PIECE_M);
-}
-
 RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar) {
-  int slot = 0, segments = 0;
+  int slot = 0;
   u32 phase = 0;
   // Blocks of different columns walk the same rows (a step above 1): each brings its share of the next rows' chunks into
   // L2 a tile ahead, so that nobody waits for memory.
   const int columns = ceil_div(p.n, TILE_N), sharers = columns < K_CHUNKS ? columns : K_CHUNKS;
   while (tiles.valid()) {
     const int column = tiles.column(), row = tiles.row();
-    const bool new_b = RESIDENT && tiles.index == 0;
-    if (new_b) {
-      if (segments > 0) barrier_wait(bar.b_free(), (segments - 1) & 1);
-      ++segments;
-    }
     const int share = tiles.now.z > 1 ? sharers : 1, mine = (tiles.now.x & 0xffff) % share;
     tiles.advance();
     for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-      if (new_b) {
-        barrier_expect(bar.b_full(chunk), B_BYTES);
-        load_b(p, smem + chunk * B_BYTES, column, chunk, bar.b_full(chunk));
-      }
-      if (tiles.valid() && chunk % share == mine) prefetch(p, chunk, tiles.row());
-#pragma unroll
-      for (int piece = 0; piece < PIECES; ++piece) {
-        const u32 target = smem + RING + slot * SLOT_BYTES, full = bar.full(slot);
-        barrier_wait(bar.empty(slot), phase ^ 1);
-        barrier_expect(full, SLOT_BYTES);
-        copy_2d(target, p.a, chunk * BLOCK_K, row + piece * PIECE_M, full);
-        if (!RESIDENT) load_b(p, target + A_BYTES, column, chunk, full);
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-      }
+      if (tiles.valid() && chunk % share == mine) prefetch_2d(p.a, chunk * BLOCK_K, tiles.row());
+      const u32 target = smem + slot * SLOT_BYTES, full = bar.full(slot);
+      barrier_wait(bar.empty(slot), phase ^ 1);
+      barrier_expect(full, SLOT_BYTES);
+      copy_2d(target, p.a, chunk * BLOCK_K, row, full);
+      load_b(p, target + A_BYTES, column, chunk, full);
+      if (++slot == STAGES) slot = 0, phase ^= 1;
     }
   }
 }
@@ -72,35 +55,28 @@ RL_D u32 operand_low(u32 address) {
 }
 RL_D u64 operand(u32 low) { return static_cast<u64>(operand_k_major(0) >> 32) << 32 | low; }
 
-// The products of one tile. `step` counts ring slots since the kernel began; `fresh`: B may still be on its way.
-RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int step, bool fresh, u32 b_phase, int group,
-                   int lane) {
+// The products of one tile. `step` counts ring slots since the kernel began.
+RL_D void multiply(float (&acc)[M_BLOCKS][TILE_N / 2], u32 smem, Barriers bar, int step, int group, int lane) {
   int slot = step % STAGES, last = 0;
   u32 phase = step / STAGES & 1;
-  const u32 a_ring = static_cast<u32>(operand_k_major(smem + RING));
-  const u32 b_start = operand_low(RESIDENT ? smem : smem + RING + A_BYTES);
+  const u32 a_ring = static_cast<u32>(operand_k_major(smem)), b_ring = operand_low(smem + A_BYTES);
   for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-    if (RESIDENT && fresh) barrier_wait(bar.b_full(chunk), b_phase);
+    barrier_wait(bar.full(slot), phase);
+    const u32 a = a_ring + slot * (SLOT_BYTES / 16), b = b_ring + slot * (SLOT_BYTES / 16);
+    wgmma_fence();
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-      barrier_wait(bar.full(slot), phase);
-      const u32 a = a_ring + slot * (SLOT_BYTES / 16);
-      const u32 b = b_start + (RESIDENT ? chunk * (B_BYTES / 16) : slot * (SLOT_BYTES / 16));
-      wgmma_fence();
+    for (int k = 0; k < BLOCK_K / 16; ++k)
 #pragma unroll
-      for (int k = 0; k < BLOCK_K / 16; ++k)
-#pragma unroll
-        for (int i = 0; i < PIECE_M / 64; ++i)
-          wgmma<TILE_N, 0, B_TRANSPOSED>(acc[piece + i], operand(a + i * (64 * ROW_BYTES / 16) + k * (32 / 16)),
-                                         operand(b + k * ((B_TRANSPOSED ? 16 * ROW_BYTES : 32) / 16)), chunk + k > 0);
-      wgmma_commit();
-      if (chunk + piece > 0) {
-        wgmma_wait<1>();
-        release(bar, last, lane);
-      }
-      last = slot;
-      if (++slot == STAGES) slot = 0, phase ^= 1;
+      for (int i = 0; i < M_BLOCKS; ++i)
+        wgmma<TILE_N, 0, B_TRANSPOSED>(acc[i], operand(a + i * (64 * ROW_BYTES / 16) + k * (32 / 16)),
+                                       operand(b + k * ((B_TRANSPOSED ? 16 * ROW_BYTES : 32) / 16)), chunk + k > 0);
+    wgmma_commit();
+    if (chunk > 0) {
+      wgmma_wait<1>();
+      release(bar, last, lane);
     }
+    last = slot;
+    if (++slot == STAGES) slot = 0, phase ^= 1;
   }
   named_arrive<256>(2 - group);  // the other warpgroup's turn
   wgmma_wait<0>();
@@ -117,7 +93,6 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
   if (READS_C && me.group == 0 && me.lane == 0 && tiles.valid())
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) me.fetch_c(0, i, tiles.column(), tiles.row());
-  int segment = 0;
   for (int tile = 0; tiles.valid(); ++tile) {
     const int column = tiles.column(), row = tiles.row();
     if (tiles.index == 0 && EPILOGUE != 3) me.load_bias(bias, column);
@@ -128,17 +103,12 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
       // Products strictly take turns. A wait tells only odd phases from even ones, so a warpgroup may look at a slot's
       // barrier only once every earlier phase of it is over: once the other warpgroup has seen the tile before.
       named_barrier<256>(1 + me.group);
-      multiply(acc, me.smem, me.bar, tile * K_CHUNKS * PIECES, tiles.index < 2, segment & 1, me.group, me.lane);
-      if (RESIDENT && last && me.lane == 0) barrier_arrive(me.bar.b_free());
+      multiply(acc, me.smem, me.bar, tile * K_CHUNKS, me.group, me.lane);
       if (READS_C) me.with_c(acc, column, row, tile >> 1 & 1, next);
       else me.linear(acc, column, row);
-    } else if (RESIDENT && last && me.lane == 0) {
-      barrier_arrive(me.bar.b_free());
     }
-    if (last) {
-      if (EPILOGUE == 3) me.write_sums(partials + static_cast<i64>((tiles.sums_row() * 2 + me.group) * 4 + me.warp) * p.n, column);
-      ++segment;
-    }
+    if (last && EPILOGUE == 3)
+      me.write_sums(partials + static_cast<i64>((tiles.sums_row() * 2 + me.group) * 4 + me.warp) * p.n, column);
     tiles = next;
   }
   if (me.lane == 0) store_wait_read<0>();
@@ -162,8 +132,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       barrier_init(bar.full(i), 1);
       barrier_init(bar.empty(i), 4);
     }
-    for (int i = 0; i < K_CHUNKS; ++i) barrier_init(bar.b_full(i), 1);
-    barrier_init(bar.b_free(), 8);
     for (int i = 0; i < 8 * PANELS; ++i) barrier_init(bar.c_full(0, 0, i), 1);
     barrier_init_fence();
   }

@@ -35,6 +35,12 @@ def aligned(x_NK: Tensor) -> Tensor:
     return aligned_empty(x_NK, *x_NK.shape).copy_(x_NK)
 
 
+def slope_empty(like: Tensor, rows: int, width: int) -> Tensor:
+    """Memory for derivatives of GELU beside activations `like`: half precision beside 16 bits, else as they are."""
+    slope_NM = aligned_empty(like, rows, width)
+    return slope_NM.view(torch.float16) if like.element_size() == 2 else slope_NM
+
+
 def forward_raw(
     x_NK: Tensor,
     weight_MK: Tensor,
@@ -42,12 +48,12 @@ def forward_raw(
     *,
     bias_M: Tensor | None = None,
     gelu: GeluKind | None = None,
-    pre_NM: Tensor | None = None,
+    slope_NM: Tensor | None = None,
     residual_NM: Tensor | None = None,
     masks: Masks | None = None,
     impl: str = "torch",
 ) -> None:
-    """out = x Wᵀ + b; with `gelu` its GELU, and x Wᵀ + b also in `pre_NM` if given; or residual + dropout(x Wᵀ + b)."""
+    """out = x Wᵀ + b; or its GELU, with the derivative in `slope_NM` if given; or residual + dropout(x Wᵀ + b)."""
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
@@ -56,24 +62,28 @@ def forward_raw(
     if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
         with named:
             stationary.stationary(
-                x_NK, weight_MK, out_NM, bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks
-            )
+                x_NK, weight_MK, out_NM,
+                bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks,
+            )  # fmt: skip
         return
-    config = gemm.choose(out_NM.shape[0], out_NM.shape[1], x_NK.shape[1], epilogue) if impl == "cuda" else None
+    config = gemm.choose(out_NM.shape[0], out_NM.shape[1], epilogue) if impl == "cuda" else None
     if config is not None:
         with named:
             gemm.gemm(
                 x_NK, weight_MK, out_NM, config,
-                bias_N=bias_M, gelu=gelu, pre_MN=pre_NM, residual_MN=residual_NM, masks=masks,
+                bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks,
             )  # fmt: skip
         return
-    linear_NM = out_NM if pre_NM is None else pre_NM
+    linear_NM = out_NM if gelu is None else out_NM.new_empty_strided(out_NM.shape, out_NM.stride())
     if bias_M is None:
         torch.mm(x_NK, weight_MK.t(), out=linear_NM)
     else:
         torch.addmm(bias_M, x_NK, weight_MK.t(), out=linear_NM)
     if gelu is not None:
         torch.ops.aten.gelu.out(linear_NM, approximate=TORCH_NAME[gelu], out=out_NM)
+    if gelu is not None and slope_NM is not None:
+        wide_NM = linear_NM.float()
+        slope_NM.copy_(torch.ops.aten.gelu_backward(torch.ones_like(wide_NM), wide_NM, approximate=TORCH_NAME[gelu]))
     if masks is not None:
         out_NM.copy_(masked(out_NM, masks))
     if residual_NM is not None:
@@ -85,29 +95,26 @@ def input_gradient_raw(
     weight_MK: Tensor,
     dx_NK: Tensor,
     *,
-    pre_NK: Tensor | None = None,
-    gelu: GeluKind = "exact",
+    slope_NK: Tensor | None = None,
     impl: str = "torch",
 ) -> Tensor | None:
-    """dx = dy W; where x was gelu(pre), with `pre_NK` the gradient of pre instead: dx · gelu'(pre).
+    """dx = dy W; where x was a GELU, with its derivative in `slope_NK`, the gradient of its input: dy W · slope.
 
     Returns:
-        With `pre_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the bias in pre).
+        With `slope_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the GELU's bias).
     """
     named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
-        kind = None if pre_NK is None else gelu
         with named:
-            return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, gelu=kind, gelu_input_MN=pre_NK)
-    epilogue: gemm.Epilogue = "plain" if pre_NK is None else "derivative"
-    config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], dy_NM.shape[1], epilogue)
+            return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
+    config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "plain" if slope_NK is None else "factor")
     if impl == "cuda" and config is not None:
         with named:
-            return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, gelu_input_MN=pre_NK, gelu=gelu)
+            return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, factor_MN=slope_NK)
     torch.mm(dy_NM, weight_MK, out=dx_NK)
-    if pre_NK is None:
+    if slope_NK is None:
         return None
-    torch.ops.aten.gelu_backward.grad_input(dx_NK, pre_NK, approximate=TORCH_NAME[gelu], grad_input=dx_NK)
+    torch.mul(dx_NK, slope_NK, out=dx_NK)
     return dx_NK.sum(0, keepdim=True, dtype=torch.float32)
 
 

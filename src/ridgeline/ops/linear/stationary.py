@@ -43,7 +43,7 @@ def smem(macros: Mapping[str, int]) -> int:
 def defines(K: int, form: Form, cluster: int = 1) -> dict[str, int]:
     """The macros that compile the kernel for an inner size and a form, in clusters of `cluster` blocks."""
     k_chunks = -(-K // TILE)
-    laps = fitting_laps(k_chunks, 1 + form.pre, form.reads_c)
+    laps = fitting_laps(k_chunks, 1 + form.slope, form.reads_c)
     return form.macros() | {"K_CHUNKS": k_chunks, "LAPS": laps, "CLUSTER": cluster}
 
 
@@ -62,41 +62,42 @@ def stationary(
     transposed_b: bool = False,
     bias_N: Tensor | None = None,
     gelu: GeluKind | None = None,
-    pre_MN: Tensor | None = None,
+    slope_MN: Tensor | None = None,
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
-    gelu_input_MN: Tensor | None = None,
+    factor_MN: Tensor | None = None,
     cluster: int = 1,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
 
-    The epilogue is one of: acc + bias; gelu(acc + bias), with acc + bias also written to `pre_MN` if given;
-    residual + dropout(acc + bias); acc · gelu'(gelu_input), with column sums.
+    The epilogue is one of: acc + bias; gelu(acc + bias), with gelu'(acc + bias) written to `slope_MN` if given;
+    residual + dropout(acc + bias); acc · factor, with column sums.
 
     Args:
         a_MK: bf16 or fp16.
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
         masks: dropout of samples of at least 64 rows.
+        slope_MN, factor_MN: fp16 whatever a has.
         cluster: 2 makes pairs of blocks share the rows of A.
 
     Returns:
-        With `gelu_input_MN`, fp32 partial column sums [rows, N] of out; else None.
+        With `factor_MN`, fp32 partial column sums [rows, N] of out; else None.
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
-    reads = residual_MN if gelu_input_MN is None else gelu_input_MN
+    reads = residual_MN if factor_MN is None else factor_MN
     form = Form(
-        a_MK.dtype, transposed_b, bias_N is not None, gelu, pre_MN is not None, residual_MN is not None,
-        masks is not None, gelu_input_MN is not None,
+        a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
+        masks is not None, factor_MN is not None,
     )  # fmt: skip
     kernel, size = _kernel(a_MK.get_device(), K, form, cluster)
     plan = plan_of(-(-M // TILE), -(-N // (COLUMNS * cluster)), a_MK.device, cluster)
     map_a = cuda.tensor_map(a_MK, (TILE // cluster, TILE))
     map_b, map_c, map_d, map_u = (
-        cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (b, reads, out_MN, pre_MN)
+        cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (b, reads, out_MN, slope_MN)
     )
-    sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if gelu_input_MN is not None else None
+    sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if factor_MN is not None else None
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
     )  # fmt: skip

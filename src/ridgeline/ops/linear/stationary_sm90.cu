@@ -9,9 +9,10 @@
 // Macros (see stationary.py):
 //   K_CHUNKS: ceil(K / 64), at most 8. LAPS: tiles of A in the ring. B_TRANSPOSED: B is given as [K, N].
 //   CLUSTER: 1, or 2: pairs of blocks share the rows of A, each bringing half of them to both.
-//   EPILOGUE: 0 D = acc (+ bias)   1 GELU: U = acc + bias, D = gelu(U)   2 D = C + dropout(acc + bias)
-//             3 D = acc · gelu'(C), with column sums of D
-//   HAS_BIAS, GELU_TANH, STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
+//   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
+//             3 D = acc · C, with column sums of D
+//   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
+//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
 #include "gelu.cuh"
 #include "stationary_layout.cuh"
 #include "ridgeline/dropout.cuh"
@@ -71,25 +72,6 @@ RL_D void deliver(const Problem& p, const int4* schedule, u32 smem, Barriers bar
       if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
     }
   store_wait_read<0>();
-}
-
-// GELU and its derivative, in half precision where the result becomes bf16.
-RL_D void activate(float& v0, float& v1) {
-  if (RL_FP16) {
-    v0 = gelu<GELU_TANH>(v0), v1 = gelu<GELU_TANH>(v1);
-  } else {
-    const u32 x = half_pair(v0, v1), gate = gelu_gate_pair<GELU_TANH>(x, half_multiply(x, x));
-    v0 *= half_low(gate), v1 *= half_high(gate);
-  }
-}
-RL_D void multiply_derivative(float& v0, float& v1, u32 input) {
-  const float x0 = pair_low(input), x1 = pair_high(input);
-  if (RL_FP16) {
-    v0 *= gelu_derivative<GELU_TANH>(x0), v1 *= gelu_derivative<GELU_TANH>(x1);
-  } else {
-    const u32 slope = gelu_derivative_pair<GELU_TANH>(half_pair(x0, x1));
-    v0 *= half_low(slope), v1 *= half_high(slope);
-  }
 }
 
 // A descriptor from its low word; the high one is a constant.
@@ -191,13 +173,13 @@ struct Consumer {
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
     if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
-    u32 out[2], pre[2];
+    u32 out[2], slope[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 here = c[2 * (j & 1) + h];
       float v0 = acc[4 * j + 2 * h], v1 = acc[4 * j + 2 * h + 1];
       if (EPILOGUE == 3) {
-        multiply_derivative(v0, v1, here);
+        v0 *= half_low(here), v1 *= half_high(here);
         sums[h] += v0 + v1;
       } else if (HAS_BIAS) {
         v0 += bias[h], v1 += bias[h];
@@ -209,14 +191,13 @@ struct Consumer {
         }
         v0 += pair_low(here), v1 += pair_high(here);
       }
-      if (BOTH) pre[h] = pack_pair(v0, v1);
-      if (EPILOGUE == 1) activate(v0, v1);
+      if (EPILOGUE == 1) slope[h] = activate<GELU_TANH, STORE_U>(v0, v1);
       out[h] = pack_pair(v0, v1);
     }
     const u32 place = matrix + j * 1024;
     if (j == 0) barrier_wait(bar.vacant(group, sent & 1), (sent >> 1 & 1) ^ 1);
     store_matrix_pair_transposed(staging(smem, group, sent & 1, 0) + place, out[0], out[1]);
-    if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, pre[0], pre[1]);
+    if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
   }
   RL_D void send() {  // the tile is whole
     fence_async();
