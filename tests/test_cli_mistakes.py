@@ -1,5 +1,6 @@
 """Mistakes on the command line: one sentence each, that names what to change."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from command_line import SHORT, TINY, refused, run, train_tiny
+from ridgeline.cli import VERBS
 from ridgeline.cli.mistakes import find_mistake
+from ridgeline.cli.study import STUDIES
 from ridgeline.cli.train import FIXED
 from ridgeline.presets import PRESETS
 
@@ -94,11 +97,32 @@ def test_what_only_the_parser_finds_is_one_sentence_too(capsys, monkeypatch):
     assert "abc" in refused(capsys, "train", "boxing", "--steps", "abc")
 
 
-@pytest.mark.parametrize("verb", ["train", "play", "data", "demo"])
-def test_help_is_as_wide_as_the_terminal(capsys, verb):
-    code, output, _ = run(capsys, verb, "--help")
+@pytest.mark.parametrize("verb", [*(name for name in VERBS if name != "study"), *(f"study {name}" for name in STUDIES)])
+@pytest.mark.parametrize("width", [60, 100])
+def test_help_fills_the_terminal_and_says_nothing_of_the_parser(capsys, monkeypatch, verb, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    code, output, _ = run(capsys, *verb.split(), "--help")
     assert code == 0
-    assert max(map(len, output.splitlines())) <= 100
+    assert max(map(len, output.splitlines())) <= width
+    assert "{None}" not in output
+    assert "(default: )" not in output
+    prose = output[
+        output.index("\n\n") + 2 : output.index("\n positional" if "\n positional" in output else "\n options")
+    ]
+    for line, following in itertools.pairwise(prose.splitlines()):
+        if line and following and not following.startswith("- "):
+            assert len(line) + 1 + len(following.split()[0]) > width, "a line is broken before it is full"
+
+
+def test_an_option_can_be_unset_by_a_word(capsys, tmp_path):
+    file = tmp_path / "settings.toml"
+    file.write_text('preset = "gpt2-c256"\nminutes = 3\n[model.decoder]\nkv_heads = 1\n')
+    for word in ("none", "None"):
+        words = ["--config", file, "--model.decoder.kv-heads", word, "--minutes", "3", "--data", tmp_path / "nothing"]
+        assert "nothing" in refused(capsys, "train", *words)
+    assert "must be a whole number, got 'nil'" in refused(
+        capsys, "train", "gpt2-c256", "--model.decoder.kv-heads", "nil"
+    )
 
 
 def test_help_of_train_says_how_long_the_preset_runs(capsys):

@@ -34,7 +34,7 @@ REFUSED = 2  # exit code of an error that the user can cure
 USAGE = f"""\
 usage: ridgeline VERB [...]
 
-{ridgeline.__doc__}
+{(ridgeline.__doc__ or "").splitlines()[0]}
 
 {chr(10).join(f"  {verb:<9}{about}" for verb, about in VERBS.items())}
 

@@ -1,13 +1,41 @@
-"""Flags for any config: a mirror of it without its checks, so that mistakes meet the config's own words."""
+"""Flags for any config: a mirror of it without its checks, so that mistakes meet the config's own words.
+
+And how the parser reads and shows an option that may be left unset.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from collections.abc import Collection
 from typing import Annotated, Any
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+SPECS = ConstructorRegistry()
+UNSET = ("none", "None")
+
+
+@SPECS.primitive_rule
+def optional(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """An option that may be unset shows the kind of its value and nothing of the union's alternatives."""
+    if info.type_origin not in (types.UnionType, typing.Union):
+        return None
+    kinds = [kind for kind in typing.get_args(info.type) if kind is not types.NoneType]
+    if len(kinds) != 1:
+        return None
+    plain = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
+    if not isinstance(plain, PrimitiveConstructorSpec):
+        return None
+    return dataclasses.replace(
+        plain,
+        instance_from_str=lambda words: None if words[0] in UNSET else plain.instance_from_str(words),
+        is_instance=lambda value: value is None or plain.is_instance(value),
+        str_from_instance=lambda value: [UNSET[0]] if value is None else plain.str_from_instance(value),
+        choices=plain.choices and (*plain.choices, *UNSET),
+    )
 
 
 def mirror(config: Any, *, hidden: Collection[str] = (), unset: Collection[str] = ()) -> Any:
@@ -30,7 +58,7 @@ def mirror(config: Any, *, hidden: Collection[str] = (), unset: Collection[str] 
             kind: Any = type(value)
         else:
             kind = kinds[field.name]
-            hint = f"(default: {'none' if value in (None, ()) else value})"
+            hint = f"(default: {UNSET[0] if value in (None, ()) else value})"
             if field.name in unset or value == ():
                 kind = Annotated[kind, tyro.conf.arg(help_behavior_hint=hint)]
             value = None if field.name in unset else value

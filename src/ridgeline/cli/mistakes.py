@@ -12,6 +12,8 @@ from typing import Any
 
 from tyro.conf import FlagCreatePairsOff, Positional
 
+from ridgeline.cli.flags import UNSET
+
 KINDS = {int: "a whole number", float: "a number"}
 
 
@@ -23,7 +25,7 @@ class Option:
         name: as the user writes it, such as --model.decoder.width.
         kinds: of its values, in their order.
         many: whether it takes any number of values of its one kind.
-        optional: whether None is a value.
+        optional: whether it may be unset, by a word for nothing.
         flag: whether it stands for true or false and takes no value.
     """
 
@@ -142,7 +144,7 @@ def _check(option: Option, values: list[str], *, attached: bool) -> str | None:
             wanted = _words(kinds[0]) if len(kinds) == 1 else f"{len(kinds)} values"
             return f"{option.name} needs {wanted} after it, got {' '.join(values) or 'nothing'}"
     for kind, value in zip(kinds, values, strict=True):
-        if not (option.optional and value == "None") and not _fits(kind, value):
+        if not (option.optional and value in UNSET) and not _fits(kind, value):
             return f"{option.name} must be {_words(kind)}, got {value!r}"
     return None
 

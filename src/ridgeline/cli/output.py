@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from ridgeline.cli.flags import SPECS
 from ridgeline.cli.mistakes import find_mistake
 from ridgeline.errors import ConfigError
 
@@ -45,9 +48,10 @@ def parse(
         mistake = find_mistake(kind, arguments, verb, fixed or {})
         if mistake:
             raise ConfigError(mistake)
+    about = _paragraphs(about or (inspect.getdoc(kind) or "").partition("\nAttributes:")[0])
     help_, said = io.StringIO(), io.StringIO()
     try:
-        with redirect_stdout(help_), redirect_stderr(said):
+        with redirect_stdout(help_), redirect_stderr(said), SPECS:
             return tyro.cli(kind, args=list(arguments), prog=f"ridgeline {verb}", description=about)
     except SystemExit as leaving:
         if leaving.code in (0, None):
@@ -57,11 +61,17 @@ def parse(
         raise ConfigError(f"{words}; see ridgeline {verb} --help") from leaving
 
 
+def _paragraphs(text: str) -> str:
+    """Documentation with each paragraph and each item of a list on one line, for `_wrapped` to break anew."""
+    return re.sub(r"(?<=[^\n])\n(?!\n|- ) *", " ", text.strip())
+
+
 def _wrapped(text: str) -> str:
-    """The parser's help, whose paragraphs above the boxes it leaves on one line each, as wide as the terminal."""
+    """The parser's help as wide as the terminal: it breaks the lines of its boxes itself, but not those above them."""
     width = shutil.get_terminal_size().columns
+    text = re.sub(r" *\(default:\s*\)", "", re.sub(r"\n{3,}", "\n\n", text.rstrip()))
     lines = []
-    for line in text.rstrip().splitlines():
+    for line in text.splitlines():
         indent = "  " if line.startswith("- ") else ""
         boxed = "\u2500" <= line[:1] <= "\u257f"
         lines.append(line if boxed else textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False))
