@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 
@@ -8,7 +9,7 @@ from ridgeline.errors import ConfigError
 from ridgeline.hardware import card
 from ridgeline.presets import preset
 from ridgeline.train import metrics
-from ridgeline.train.meter import mfu_meter
+from ridgeline.train.meter import meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, amount, clock, read_metrics
 
 
@@ -43,16 +44,32 @@ def test_the_live_line_says_speed_loss_and_time_left(monkeypatch):
 
 
 def test_mfu_counts_what_the_model_needs_on_the_card(config, change):
-    assert mfu_meter(change(config, precision="fp32")) is None  # a CPU has no peak in the table
+    assert meter(change(config, precision="fp32")) is None  # a CPU has no peak in the table
     fast = change(preset("gpt2-c256"), device="cpu", precision="bf16")
-    meter = mfu_meter(fast, card("h200"))
+    measured = meter(fast, card("h200"))
     # 6 FLOPs a weight of the matrices and the head, and causal attention's six products at half the square
     matrices = 6 * (4 * 256 * 256 + 2 * 256 * 1024) + 256 * 65
     attention = 6 * 6 * 2 * 256 * 257 / 2
     expected = 1e6 * (6 * matrices + attention) / card("h200").peak("bf16")
-    assert meter(1e6) == pytest.approx(expected, rel=0.01)
+    assert measured(1e6).mfu == pytest.approx(expected, rel=0.01)
     with pytest.raises(ConfigError, match="cannot be"):
-        meter(1e9)
+        measured(1e9)
+    together = meter(fast, card("h200"), cards=2)
+    assert together(2e6).mfu == pytest.approx(measured(1e6).mfu, rel=0.01)
+    assert together(2e6).bytes_per_s == pytest.approx(2 * measured(1e6).bytes_per_s, rel=0.2)  # two optimisers
+
+
+def test_the_live_line_says_mfu_and_bytes_a_second_and_refuses_more_than_the_memory_has(change, monkeypatch):
+    monkeypatch.setattr(metrics, "LINE_SECONDS", 0.0)
+    config = change(preset("hal-20m"), device="cpu", precision="bf16")
+    measured, slow = (meter(config, spec) for spec in (card("h200"), dataclasses.replace(card("h200"), gb_per_s=1000)))
+    stream = io.StringIO()
+    with LiveLine(Console(file=stream, width=200), "hal", measured) as line:
+        line.update(1, 0.1, 3.0, 3.6e6, None)
+    # 16.18 TFLOP and 76.5 GB a step of 131,072 positions; 989.4 TFLOP/s, 4.8 TB/s
+    assert "3.6 M tokens/s  MFU 44.9%  2.1 TB/s (44% of the memory's)" in stream.getvalue()
+    with pytest.raises(ConfigError, match=r"of the memory bandwidth cannot be .* is too short"):
+        slow(3.6e6)
 
 
 def test_on_a_terminal_it_is_one_line():
@@ -64,5 +81,5 @@ def test_on_a_terminal_it_is_one_line():
 
 
 def test_numbers_for_people():
-    assert [amount(n) for n in (0.5, 999.0, 1500.0, 2.5e6, 3e9)] == ["0.5", "999", "1.5 k", "2.5 M", "3 G"]
+    assert [amount(n) for n in (0.5, 999.0, 1500.0, 2.5e6, 3e9, 2e12)] == ["0.5", "999", "1.5 k", "2.5 M", "3 G", "2 T"]
     assert [clock(s) for s in (5.2, 65.0, 3661.0, float("inf"))] == ["0:05", "1:05", "1:01:01", "?"]

@@ -32,7 +32,7 @@ from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, find_device, make_step, resident_batches
 from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
 from ridgeline.train.lanes import settle_lanes
-from ridgeline.train.meter import mfu_meter
+from ridgeline.train.meter import meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import to_dict
@@ -257,7 +257,7 @@ class _Run:
         return self.complete or interrupt.asked
 
     def _live_line(self) -> LiveLine:
-        return LiveLine(self.console, self.config.preset, mfu_meter(self.config, cards=self.replicas.world))
+        return LiveLine(self.console, self.config.preset, meter(self.config, cards=self.replicas.world))
 
     def _advance(self) -> None:
         """One step."""

@@ -6,23 +6,26 @@ from collections.abc import Callable
 
 import torch
 
-from ridgeline.cost.utilisation import mfu
+from ridgeline.cost import Utilisation, step_utilisation
 from ridgeline.hardware import PRECISIONS, DeviceSpec, present
 from ridgeline.models.accounting import step_cost
 from ridgeline.train.config import TrainConfig
 
+Meter = Callable[[float], Utilisation]
+"""From tokens/s of all cards together to what that takes of each."""
 
-def mfu_meter(config: TrainConfig, spec: DeviceSpec | None = None, cards: int = 1) -> Callable[[float], float] | None:
-    """A function from tokens/s to model FLOPs utilisation, 0 to 1; None where the card's peak is not known.
 
-    It counts the FLOPs that the model needs: causal attention at its half, nothing twice.
+def meter(config: TrainConfig, spec: DeviceSpec | None = None, cards: int = 1) -> Meter | None:
+    """What measures a run; None where the card's peak is not known.
+
+    It counts the FLOPs that the model needs (causal attention at its half, nothing twice) and the fewest bytes.
 
     Args:
         config: with device and precision decided.
         spec: the card; None for the one that the config's device is.
         cards: how many of them train together.
 
-    The function raises ConfigError above 100 %, and names the input that is wrong.
+    What it returns raises ConfigError above 100 %, and names the input that is wrong.
     """
     device = torch.device(config.device)
     if spec is None and device.type == "cuda":
@@ -31,6 +34,11 @@ def mfu_meter(config: TrainConfig, spec: DeviceSpec | None = None, cards: int = 
     if spec is None or number is None or number not in spec.tflops:
         return None
     card, precision = spec, number
-    cost = step_cost(config.model, batch=config.batch, context=config.window.context, precision=precision)
-    flops_per_token = cost.flops / config.step_tokens / cards
-    return lambda rate: mfu(flops=flops_per_token * rate, seconds=1.0, spec=card, precision=precision)
+    context, accumulation = config.window.context, config.accumulation
+    batch = config.batch // cards
+    cost = step_cost(config.model, batch=batch, context=context, precision=precision, accumulation=accumulation)
+
+    def measured(rate: float) -> Utilisation:
+        return step_utilisation(cost, config.step_tokens / rate, card, precision, gpus=cards)
+
+    return measured

@@ -21,6 +21,7 @@ from rich.text import Text
 from ridgeline import files
 from ridgeline.errors import RidgelineError, require
 from ridgeline.train.guards import writing
+from ridgeline.train.meter import Meter
 
 FILE = "metrics.jsonl"
 LINE_SECONDS = 10.0  # between lines where the output is no terminal
@@ -147,11 +148,11 @@ class LiveLine:
     Args:
         console: where it goes.
         name: of the run.
-        mfu: from tokens/s to the card's utilisation; None where it is not known.
+        meter: from tokens/s to the card's utilisation; None where it is not known.
     """
 
-    def __init__(self, console: Console, name: str, mfu: Callable[[float], float] | None = None) -> None:
-        self._console, self._name, self._mfu = console, name, mfu
+    def __init__(self, console: Console, name: str, meter: Meter | None = None) -> None:
+        self._console, self._name, self._meter = console, name, meter
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._loss: float | None = None
         self._printed = time.monotonic()
@@ -182,8 +183,10 @@ class LiveLine:
         if self.val_loss is not None:
             parts.append(f"val {self.val_loss:.4f}")
         parts.append(f"{amount(rate)} tokens/s")
-        if self._mfu is not None:
-            parts.append(f"MFU {self._mfu(rate):.1%}")
+        if self._meter is not None and rate > 0:
+            used = self._meter(rate)
+            share = "" if used.bandwidth is None else f" ({used.bandwidth:.0%} of the memory's)"
+            parts += [f"MFU {used.mfu:.1%}", f"{amount(used.bytes_per_s)}B/s{share}"]
         if remaining is not None:
             parts.append(f"{clock(remaining)} left")
         self._show("  ".join(parts))
@@ -198,7 +201,7 @@ class LiveLine:
 
 def amount(number: float) -> str:
     """A number with three digits and a unit: 1234567 → 1.23 M."""
-    for unit, size in ((" G", 1e9), (" M", 1e6), (" k", 1e3)):
+    for unit, size in ((" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
