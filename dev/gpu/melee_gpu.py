@@ -9,19 +9,21 @@ Trials, each in a process of its own, results in $OUT/melee_TRIAL.json:
     train     what `ridgeline train hal-20m --data DATA` does, for 400 steps and a validation
     memorise  the same without dropout on SCRIPTED beside DATA (one scripted game twice, the second held out): how well
               it is known by heart, by head
-    quick     `train` for 300 steps and `step-20m` in one process, a short answer
-    heart     `memorise` for half a minute, a short answer
+    quick     `train`, then `step-20m`: a short answer, and $OUT/melee-train.json, a record
+    heart     `memorise` for half a minute: a short answer, and $OUT/melee-heart.json, a record
 DEVICE=cpu tries the script itself, small.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75, "quick": 60, "heart": 58}
+LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75, "quick": 80, "heart": 75}
 CPU = os.environ.get("DEVICE") == "cpu"
 SMALL = {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
 TURNS, STEPS = (2, 3) if CPU else (4, 60)
@@ -92,23 +94,68 @@ def step(data, name, turns=TURNS):
     return result
 
 
-def train(data, **values):
-    from ridgeline.train import train as run
+def settings_of(values, before=""):
+    """Options of `ridgeline train` for nested settings."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from settings_of(value, f"{before}{key}.")
+        else:
+            yield from (f"--{before}{key}".replace("_", "-") if before == "" else f"--{before}{key}", str(value))
 
+
+def train(data, **values):
+    """`ridgeline train hal-20m --data DATA …` as a user calls it."""
     folder = f"/tmp/melee-run-{os.getpid()}"
     steps = 6 if CPU else 400
-    config = config_of("hal-20m", data, **{"steps": steps, "eval_interval": steps // 2, "eval_windows": 2048, "out": folder, **values})
-    summary = run(config).summary()
+    given = {**SMALL, "device": "cpu" if CPU else "cuda", "steps": steps, "eval_interval": steps // 2, "eval_windows": 2048}
+    given = {key: value for key, value in {**given, **values}.items() if value is not None}
+    command = [sys.executable, "-m", "ridgeline", "train", "hal-20m", "--data", data, "--out", folder]
+    command += [*settings_of(given), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr[-1500:])
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     records = [line for line in lines if "loss" in line]
-    first, last = records[len(records) * 3 // 4], records[-1]
+    first, last = records[len(records) // 2], records[-1]
     rate = (last["tokens"] - first["tokens"]) / max(last["seconds"] - first["seconds"], 1e-9)
+    config = Path(folder, "config.toml").read_text()
+    shutil.rmtree(folder)
     return {
-        **summary,
-        "last_quarter_tokens_per_s": round(rate),
-        "losses": [round(record["loss"], 3) for record in records[:: max(1, len(records) // 10)]],
+        **json.loads(done.stdout.splitlines()[-1]),
+        "command": " ".join(["ridgeline", *command[3:]]).replace(data, "OUT").replace(folder, "RUN"),
+        "config": config.replace(data, "OUT").replace(folder, "RUN"),
+        "last_half_tokens_per_s": round(rate),
+        "losses": [[record["step"], round(record["loss"], 4)] for record in records[:: max(1, len(records) // 40)]],
         "validations": [{k: v for k, v in line.items() if k.startswith("val")} | {"step": line["step"]} for line in lines if "val_loss" in line],
     }
+
+
+def keep(file, data, result, rates, **values):
+    """A record of a training on replays beside others' rates."""
+    from ridgeline.data.api import load_dataset
+    from ridgeline.records import ContenderResult, write_record, Record
+    from ridgeline.study.circumstances import circumstances
+    from ridgeline.train.resolve import resolve
+
+    found = load_dataset(data)
+    config = resolve(config_of("hal-20m", data, **values), found)
+    tokens = config.step_tokens
+    curves = [{"figure": "loss", "name": "training", "x": [x for x, _ in result["losses"]], "y": [y for _, y in result["losses"]]}]
+    steps, held = [v["step"] for v in result["validations"]], "held-out games"
+    curves.append({"figure": "loss", "name": held, "x": steps, "y": [v["val_loss"] for v in result["validations"]]})
+    for curve in curves:
+        curve |= {"x_label": "step", "y_label": "loss, nats, all heads"}
+    curves.append({"figure": "melee", "name": "validations", "rows": result["validations"]})
+    setting = {name: result[name] for name in ("command", "config", "steps", "seconds")}
+    curves.append({"figure": "setting", "name": "setting", **setting, "data": {k: v for k, v in found.summary().items() if k != "path"}})
+    contenders = [
+        ContenderResult(name=name, tokens_per_s=rate, windows_per_s=rate / config.window.context, step_ms=1e3 * tokens / rate)
+        for name, rate in rates.items()
+    ]
+    around = circumstances(config)
+    around["workload"] = replace(around["workload"], name="hal-20m on Melee" + (", one game by heart" if "scripted" in data else ""))
+    record = Record(kind="study", **around, contenders=contenders, curves=curves)
+    write_record(record, Path(os.environ.get("OUT", "out")) / file)
 
 
 def memorise(data):
@@ -118,26 +165,35 @@ def memorise(data):
 
 
 def quick(data):
-    """`train`, then the same step on one batch, in one process: seconds matter."""
-    trained, fixed = train(data, steps=6 if CPU else 300, eval_windows=1024), step(data, "hal-20m", turns=2)
+    """`train`, then the same step on one batch that lies on the card and fed by the host, in turns; a record of it."""
+    trained, fixed = train(data, eval_windows=1024), step(data, "hal-20m", turns=3)
+    rates = {
+        "ridgeline train": trained["last_half_tokens_per_s"],
+        "the step on one batch": fixed["tokens_per_s"]["fixed"],
+        "the step fed by the host": fixed["tokens_per_s"]["loader"],
+    }
+    keep("melee-train.json", data, trained, rates)
     val = trained["validations"][-1]
     return {
-        "train_tokens_per_s": trained["last_quarter_tokens_per_s"],
-        "fixed_tokens_per_s": fixed["tokens_per_s"]["fixed"],
-        "host_loader_tokens_per_s": fixed["tokens_per_s"]["loader"],
+        "tokens_per_s": rates,
         "engine": fixed["engine"],
-        "losses": trained["losses"],
+        "fixed": fixed["fixed"],
+        "loader": fixed["loader"],
+        "losses": [loss for _, loss in trained["losses"]][:: max(1, len(trained["losses"]) // 8)],
         "val": {name: round(value, 3) for name, value in val.items()},
     }
 
 
 def heart(data):
-    """`memorise` for half a minute of training; what each validation says of the c-stick."""
+    """`memorise` for half a minute of training; what each validation says of the c-stick, and a record of it."""
     values = {"steps": None, "minutes": 0.02 if CPU else 0.55, "eval_interval": 3 if CPU else 120, "eval_windows": 0}
-    decoder = {**SMALL.get("model", {}).get("decoder", {}), "dropout": 0.0}
-    result = train(str(Path(data).with_name("scripted")), model={"decoder": decoder}, **values)
+    values["model"] = {"decoder": {**SMALL.get("model", {}).get("decoder", {}), "dropout": 0.0}}
+    scripted = str(Path(data).with_name("scripted"))
+    result = train(scripted, **values)
+    keep("melee-heart.json", scripted, result, {"ridgeline train": result["last_half_tokens_per_s"]}, **values)
     kept = ("step", "val_loss.c", "val_accuracy.c", "val_loss.main", "val_accuracy.main", "val_loss.buttons", "val_accuracy.buttons")
-    return {"tokens_per_s": result["last_quarter_tokens_per_s"], "validations": [[round(v[name], 4) for name in kept] for v in result["validations"]][-5:]}
+    shown = [[round(v[name], 4) for name in kept] for v in result["validations"]]
+    return {"tokens_per_s": result["last_half_tokens_per_s"], "validations": shown[-5:]}
 
 
 TRIALS = {
