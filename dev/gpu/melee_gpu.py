@@ -123,7 +123,7 @@ def train(data, **values):
     return {
         **json.loads(done.stdout.splitlines()[-1]),
         "command": " ".join(["ridgeline", *command[3:]]).replace(data, "OUT").replace(folder, "RUN"),
-        "config": config.replace(data, "OUT").replace(folder, "RUN"),
+        "config": config.replace(str(Path(data).resolve()), "OUT").replace(folder, "RUN"),
         "last_half_tokens_per_s": round(rate),
         "losses": [[record["step"], round(record["loss"], 4)] for record in records[:: max(1, len(records) // 40)]],
         "validations": [{k: v for k, v in line.items() if k.startswith("val")} | {"step": line["step"]} for line in lines if "val_loss" in line],
