@@ -281,6 +281,7 @@ def test_a_worker_that_hangs_is_an_error(monkeypatch, tmp_path):
     team = Team(CASE, "eager", CPU, Plan(), 1)
     assert team.wait(0.3) == {}
     assert "no answer within" in team.error
+    assert team._workers[0]._process.poll() is not None  # nothing of it runs on under the others' turns
     team.close()
 
 

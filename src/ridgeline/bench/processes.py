@@ -167,7 +167,12 @@ class Team:
                     seen.append(watch.read())
                 if not ready and time.monotonic() > end:
                     self.error = f"no answer within {limit_s:.0f} s"
+                    self._stop()  # what it still does would be on the card under the others' turns
         return {} if self.error else answers[self._workers[0]]
+
+    def _stop(self) -> None:
+        for worker in self._workers:
+            worker.close(kill=True)
 
     def close(self) -> None:
         """Ends the processes and removes their caches."""

@@ -69,8 +69,9 @@ class _Bench:
         if self.plan.together:
             self.say(f"starting {', '.join(names)}")
             teams += [Team(self.case, name, self.device, self.plan, self.gpus) for name in names]
+            end = time.monotonic() + self.plan.build_s
             for team in teams:
-                team.wait(self.plan.build_s)
+                team.wait(max(0.0, end - time.monotonic()))
             for team in teams:
                 self._release(team)
             return []
