@@ -1,6 +1,6 @@
 """The Hopper GEMM on a GPU: numerics against float64, then times inside CUDA graphs, each case in its own process.
 
-    PYTHONPATH=src python3 dev/gpu/gemm_gpu.py [case …]      (about 60 s; $OUT/gemm.json)
+    PYTHONPATH=src python3 dev/gpu/gemm_gpu.py [seconds] [case …]      ($OUT/gemm.json; starts no case past the seconds)
 
 RL_GEMM_VARIANTS names folders with changed copies of the kernels' sources ("name=folder,…"), timed beside it.
 """
@@ -16,14 +16,15 @@ OUT = os.environ.get("OUT", "/tmp")
 M_BIG = 131072
 CASES = {  # name: (M, N, K, epilogue)
     "up": (M_BIG, 2048, 512, "gelu"),
-    "dgelu": (M_BIG, 2048, 512, "derivative"),
+    "dgelu": (M_BIG, 2048, 512, "factor"),
+    "out_join": (M_BIG, 512, 512, "join"),
     "qkv": (M_BIG, 1536, 512, "bias"),
-    "out": (M_BIG, 512, 512, "plain"),
     "out_dgrad": (M_BIG, 512, 512, "dgrad"),
-    "out_residual": (M_BIG, 512, 512, "residual"),
     "down": (M_BIG, 512, 2048, "residual"),
+    "wide_up": (65536, 3072, 768, "gelu"),
+    "wide_dgelu": (65536, 3072, 768, "factor"),
     "small_up": (8192, 1024, 256, "gelu"),
-    "small_dgelu": (8192, 1024, 256, "derivative"),
+    "small_dgelu": (8192, 1024, 256, "factor"),
     "small_qkv": (8192, 768, 256, "bias"),
 }
 T, P = 256, 0.2
@@ -44,6 +45,7 @@ def problem(M, N, K, epilogue):
 
     from ridgeline.ops.dropout import DropoutState
     from ridgeline.ops.linear import gemm, stationary
+    from ridgeline.ops.linear.products import slope_empty
     from ridgeline.ops.linear.reference import Masks, masked
 
     torch.manual_seed(0)
@@ -52,17 +54,18 @@ def problem(M, N, K, epilogue):
         return (torch.randn(*shape, device="cuda") * scale).bfloat16()
 
     x, bias, c = draw(M, K), draw(N), draw(M, N)
-    back = epilogue in ("derivative", "dgrad")
+    back = epilogue in ("factor", "dgrad")
     w = draw(K, N, scale=K**-0.5) if back else draw(N, K, scale=K**-0.5)
-    out, pre = draw(M, N), draw(M, N)
+    out, slope = draw(M, N), slope_empty(x, M, N).uniform_(-0.2, 1.2)
     masks = Masks(P, DropoutState(torch.tensor([5, 9], device="cuda"), 3), 2, T)
     extra = {
         "plain": {},
         "dgrad": {"transposed_b": True},
         "bias": {"bias_N": bias},
-        "gelu": {"bias_N": bias, "gelu": "exact", "pre_MN": pre},
+        "gelu": {"bias_N": bias, "gelu": "exact", "slope_MN": slope},
         "residual": {"bias_N": bias, "residual_MN": c, "masks": masks},
-        "derivative": {"transposed_b": True, "gelu": "exact", "gelu_input_MN": c},
+        "join": {"bias_N": bias, "residual_MN": c, "masks": masks},
+        "factor": {"transposed_b": True, "factor_MN": slope},
     }[epilogue]
 
     def launch(config, folder):
@@ -74,17 +77,18 @@ def problem(M, N, K, epilogue):
             return stationary.stationary(x, w, out, **extra, cluster=config)
         return gemm.gemm(x, w, out, config, **extra)
 
-    def reference(rows, dtype):
+    def reference(rows, dtype, derivative=False):
         y = x[rows].to(dtype) @ (w if back else w.t()).to(dtype)
         if epilogue in ("plain", "dgrad"):
             return y
         if back:
-            u = c[rows].to(dtype).requires_grad_()
-            return y * torch.autograd.grad(F.gelu(u).sum(), u)[0]
+            return (y.double() * slope[rows].double()).to(dtype)
         y = y + bias.to(dtype)
-        if epilogue == "residual":
+        if epilogue in ("residual", "join"):
             state = masks.state._replace(sample_offset=masks.state.sample_offset + rows.start // T)
             y = c[rows].to(dtype) + masked(y, masks._replace(state=state)).to(dtype)
+        if derivative:
+            return torch.autograd.grad(F.gelu(y.requires_grad_()).sum(), y)[0]
         return F.gelu(y) if epilogue == "gelu" else y
 
     def cublas():
@@ -94,20 +98,57 @@ def problem(M, N, K, epilogue):
         torch.addmm(bias, x, w.t(), out=out)
 
     others = {"cublas": cublas} | ({} if back else {"cublas+bias": cublas_bias})
-    return launch, reference, out, pre if epilogue == "gelu" else None, others
+    if epilogue == "join":
+        others = joins(x, w, bias, c, masks, out)
+    return launch, reference, out, slope if epilogue == "gelu" else None, others
+
+
+def joins(x, w, bias, residual, masks, out):
+    """Attention's output projection with the join behind it, in three divisions of the work."""
+    import torch
+
+    from ridgeline.ops.linear import stationary
+    from ridgeline.ops.norm import triton as norms
+
+    h, scale, shift = torch.empty_like(out), torch.ones_like(bias), torch.zeros_like(bias)
+    mean, rstd = (torch.empty(len(out), device="cuda") for _ in range(2))
+
+    def norm(**rest):
+        norms.norm_forward_raw(out, scale, shift, h, mean, rstd, eps=1e-5, kind="layernorm", **rest)
+
+    def join():
+        norm(
+            r_NC=out, residual_NC=residual, branch_bias_C=bias,
+            T=masks.T, p=masks.p, dropout=masks.state, site=masks.site,
+        )  # fmt: skip
+
+    def torch_join():
+        torch.mm(x, w.t(), out=out)
+        join()
+
+    def cuda_join(cluster):
+        stationary.stationary(x, w, out, cluster=cluster)
+        join()
+
+    def residual_norm(cluster):
+        stationary.stationary(x, w, out, bias_N=bias, residual_MN=residual, masks=masks, cluster=cluster)
+        norm()
+
+    return {"torch": torch_join} | {
+        f"{name}{' pairs' * (cluster - 1)}": lambda step=step, cluster=cluster: step(cluster)
+        for name, step in (("cuda", cuda_join), ("residual", residual_norm))
+        for cluster in (1, 2)
+    }
 
 
 def configurations(K, epilogue, label):
     """The kernels worth timing: a configuration of `gemm`, or how many blocks of `stationary` share rows."""
     from ridgeline.ops.linear.gemm import Config
 
-    found = {"weights": 1, "weights, pairs": 2} if K <= 512 else {}
-    if label == "tree" and epilogue not in ("plain", "dgrad"):
-        found |= {f"m{m}": Config(tile_m=m, resident=K <= 512) for m in (64, 128)}
-    return found
+    return {"weights": 1, "weights, pairs": 2} if K <= 512 else {"m128": Config()}
 
 
-def check(launch, reference, out, pre, config, folder):
+def check(launch, reference, out, slope, config, folder):
     """Error relative to torch's bf16, over all outputs; the same bits twice."""
     import torch
 
@@ -127,10 +168,9 @@ def check(launch, reference, out, pre, config, folder):
     if sums is not None:
         total = out.double().sum(0)
         found["sums"] = float((sums.double().sum(0) - total).norm() / total.norm())
-    if pre is not None:
-        import torch.nn.functional as F
-
-        found["pre"] = float((F.gelu(pre.double()) - out.double()).norm() / out.double().norm())
+    if slope is not None:
+        exact, right = reference(slice(0, 1024), torch.float64, True), slope[:1024].double()
+        found["slope"] = round(float((right - exact).norm() / exact.norm()), 6)
     return found
 
 
@@ -150,19 +190,37 @@ def graph_of(step, count):
     return graph
 
 
+def hot(graph, seconds=0.5):
+    """Milliseconds of a graph when it has run for so long that the power limit holds the clock."""
+    import torch
+
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+    marks[0].record()
+    graph.replay()
+    marks[1].record()
+    torch.cuda.synchronize()
+    runs = max(2, int(seconds * 500 / marks[0].elapsed_time(marks[1])))
+    for mark in marks[1:]:
+        for _ in range(runs):
+            graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    return marks[1].elapsed_time(marks[2]) / runs
+
+
 def run_case(name):
     """Checks every configuration and variant, then times all of them in turn."""
     import torch
 
     M, N, K, epilogue = CASES[name]
-    launch, reference, out, pre, others = problem(M, N, K, epilogue)
+    launch, reference, out, slope, others = problem(M, N, K, epilogue)
     count = 4 if M >= M_BIG else 40
     graphs, found = {}, {}
     for label, folder in variants().items():
         for kernel, config in configurations(K, epilogue, label).items():
             key = f"{label} {kernel}"
             try:
-                found[key] = check(launch, reference, out, pre, config, folder)
+                found[key] = check(launch, reference, out, slope, config, folder)
                 graphs[key] = graph_of(lambda c=config, f=folder: launch(c, f), count)
             except Exception as error:
                 found[key] = {"error": repr(error)[:300]}
@@ -180,6 +238,8 @@ def run_case(name):
     for key, us in times.items():
         us = sorted(us[1:])
         found[key] |= {"us": round(us[len(us) // 2], 1), "best": round(us[0], 1), "worst": round(us[-1], 1)}
+        if M > 8192:
+            found[key]["hot"] = round(hot(graphs[key]) / count * 1e3, 1)
     print(name, M, N, K)
     for key, row in found.items():
         print(f"    {key:20}", row, flush=True)
@@ -191,11 +251,16 @@ if __name__ == "__main__":
         run_case(sys.argv[2])
         sys.exit()
     began, results = time.time(), {}
+    limit = float(sys.argv.pop(1)) if sys.argv[1:] and sys.argv[1].isdigit() else 90
     for case in sys.argv[1:] or CASES:
+        left = limit - (time.time() - began)
+        if left < 5:
+            print(case, "no time left", flush=True)
+            continue
         path = Path(OUT) / f"gemm_{case}.json"
         path.unlink(missing_ok=True)
         try:
-            subprocess.run([sys.executable, __file__, "child", case], timeout=60, check=True)
+            subprocess.run([sys.executable, __file__, "child", case], timeout=left, check=True)
             results[case] = json.loads(path.read_text())
             path.unlink()
         except Exception as error:
