@@ -1,25 +1,29 @@
-"""Two GPUs: equality with one, scaling, what the backward pass hides, resuming 2 ↔ 1, a killed process; one JSON.
+"""Two GPUs: equality with one, a killed process, resuming 2 ↔ 1; one JSON. Times: allreduce_gpu.py, bench --gpus 1,2.
 
-PYTHONPATH=src OUT=$OUT python dev/gpu/ddp_gpu.py [measure ctas train]      (needs two cards; about 150 s)
+PYTHONPATH=src OUT=$OUT python dev/gpu/ddp_gpu.py [equality same ways]      (needs two cards)
+
+`ways` alone takes about 45 s. Nothing is timed: other work may go on beside it.
 """
 
-import gc
+import contextlib
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 OUT = Path(os.environ.get("OUT", "/tmp"))
+SINGLE = [sys.executable, __file__]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-ROWS = (("hal-20m", 512), ("gpt2-c256", 512), ("hal-20m", 256), ("gpt2-c256", 32))  # windows a GPU
+STEPS, KILLED_AT = 3000, 1000
 
 
-def measure():
-    """Inside torchrun: equality, then scaling."""
+def equality():
+    """Inside torchrun: replicas, captured and called, under and after the backward pass, one process and two."""
     import torch
     import torch.distributed as dist
 
@@ -29,8 +33,6 @@ def measure():
     from ridgeline.models import build
     from ridgeline.optim import OptimizerConfig
 
-    optimizer = OptimizerConfig(lr=3e-4, weight_decay=0.1, clip=1.0)
-
     class Alone(Replicas):
         """A single process in spite of the group: the same step without an all-reduce."""
 
@@ -38,156 +40,50 @@ def measure():
             super().__init__()
             self.rank, self.world = 0, 1
 
-    report = {}
     with together("cuda") as replicas:
         rank, device = replicas.rank, torch.device("cuda", torch.cuda.current_device())
+        case = workload("hal-5m", batch=16, context=64)
+        optimizer = OptimizerConfig(lr=3e-4, weight_decay=0.1, clip=1.0)
 
-        def note(key, value):
-            report[key] = value
-            if rank == 0:
-                print(key, json.dumps(value), flush=True)
-                (OUT / f"ddp_measure{os.environ.get('NCCL_MAX_CTAS', '')}.json").write_text(json.dumps(report, indent=1))
-
-        def step_of(case, replicas, **rest):
+        def step_of(who, **rest):
             torch.manual_seed(0)
             model = build(case.model, impl="fused", seed=0).to(device).train()
-            return TrainStep(model, optimizer=optimizer, precision="bf16", replicas=replicas, seed=3, **rest)
+            return TrainStep(model, optimizer=optimizer, precision="bf16", replicas=who, seed=3, **rest)
 
-        def timed(call, seconds=0.5):
-            for _ in range(3):
-                call()
-            torch.cuda.synchronize()
-            replicas.exchange(False, 0.0)
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            for _ in range(5):
-                call()
-            b.record()
-            b.synchronize()
-            _, first = replicas.exchange(False, a.elapsed_time(b) / 5)
-            n = max(8, int(seconds * 1e3 / first))
-            replicas.exchange(False, 0.0)
-            a.record()
-            for _ in range(n):
-                call()
-            b.record()
-            b.synchronize()
-            return a.elapsed_time(b) / n
+        batches = [random_batch(case, device, seed) for seed in range(5)]
+        halves = [{k: v[rank * 8 : rank * 8 + 8] for k, v in batch.items()} for batch in batches]
+        steps = {
+            "alone": step_of(Alone()),
+            "captured": step_of(Replicas(bucket=200_000, overlap=True)),
+            "calls": step_of(Replicas(bucket=200_000, overlap=True), capture=False),
+            "after": step_of(Replicas()),
+        }
+        for i in range(60):
+            for name, step in steps.items():
+                step((batches if name == "alone" else halves)[i % 5])
+        one, two = steps["alone"].flat.masters, steps["captured"].flat.masters
+        other = [torch.empty_like(two) for _ in range(2)]
+        dist.all_gather(other, two)
 
-        def guarded(key, function):
-            try:
-                note(key, function())
-            except Exception as error:
-                note(key, f"{type(error).__name__}: {error}"[:500])
-            gc.collect()
-            torch.cuda.empty_cache()
+        def bits(name):
+            pairs = zip(steps["captured"].update.state(), steps[name].update.state(), strict=True)
+            return all(torch.equal(a, b) for a, b in pairs)
 
-        def equality():
-            case = workload("hal-5m", batch=16, context=64)
-            batches = [random_batch(case, device, seed) for seed in range(5)]
-            halves = [{k: v[rank * 8 : rank * 8 + 8] for k, v in batch.items()} for batch in batches]
-            steps = {
-                "alone": step_of(case, Alone()),
-                "captured": step_of(case, Replicas(bucket=200_000, overlap=True)),
-                "calls": step_of(case, Replicas(bucket=200_000, overlap=True), capture=False),
-                "after": step_of(case, Replicas()),
-            }
-            for i in range(60):
-                for name, step in steps.items():
-                    step((batches if name == "alone" else halves)[i % 5])
-            one, two = steps["alone"].flat.masters, steps["captured"].flat.masters
-            other = [torch.empty_like(two) for _ in range(2)]
-            dist.all_gather(other, two)
-            bits = lambda name: all(  # noqa: E731
-                torch.equal(a, b)
-                for a, b in zip(steps["captured"].update.state(), steps[name].update.state(), strict=True)
-            )
-            return {
-                "replicas_equal": torch.equal(*other),
-                "captured_equals_calls": bits("calls"),
-                "under_equals_after": bits("after"),
-                "early_share": steps["captured"]._last.reduction.early / len(two),
-                "loss": {n: [round(m.loss, 5) for m in s.metrics()[::20]] for n, s in steps.items() if n[1] != "f"},
-                "weights_relative": float((two - one).norm() / one.norm()),
-            }
-
-        def overlapped(step, batch):
-            """From a profile of replays: graph launches, NCCL kernels, share of their time under other kernels."""
-            from torch.profiler import ProfilerActivity, profile
-
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-                for _ in range(4):
-                    step(batch)
-                torch.cuda.synchronize()
-            launches = sum(event.name == "cudaGraphLaunch" for event in seen.events())
-            kernels = [event for event in seen.events() if str(event.device_type).endswith("CUDA")]
-            nccl = [(e.time_range.start, e.time_range.end) for e in kernels if "nccl" in e.name.lower()]
-            rest = sorted((e.time_range.start, e.time_range.end) for e in kernels if "nccl" not in e.name.lower())
-            spent, hidden = sum(b - a for a, b in nccl), 0.0
-            for a, b in nccl:
-                reach = a
-                for c, d in rest:
-                    low, high = max(reach, c), min(b, d)
-                    if high > low:
-                        hidden, reach = hidden + high - low, high
-            return {
-                "graph_launches_a_step": launches / 4,
-                "nccl_kernels_a_step": len(nccl) / 4,
-                "nccl_us_a_step": round(spent / 4, 1),
-                "under_other_kernels": round(hidden / spent, 3) if spent else None,
-            }
-
-        def scaling(name, batch_size):
-            case = workload(name, batch=batch_size)
-            batch = random_batch(case, device, seed=rank)
-            began = time.time()
-            steps = {"none": step_of(case, Alone()), "under": step_of(case, Replicas(overlap=True))}
-            steps["after"] = step_of(case, Replicas())
-            if name == "hal-20m" and batch_size == 512:
-                steps["under, 4 MiB buckets"] = step_of(case, Replicas(bucket=2**20, overlap=True))
-            for step in steps.values():
-                step(batch)
-            torch.cuda.synchronize()
-            ready, found = time.time() - began, {}
-            for turn in range(4):
-                for label, step in list(steps.items())[:: 1 if turn % 2 else -1]:
-                    found.setdefault(label, []).append(timed(lambda step=step: step(batch)))
-            ms = {label: sum(sorted(v)[1:3]) / 2 for label, v in found.items()}
-            flat = torch.zeros(len(steps["under"].flat.lanes[0].carried), device=device)
-            alone_ms = timed(lambda: replicas.sum(flat), 0.1)
-            both = torch.zeros(2, dtype=torch.float64)  # the slower card sets the pace of two
-            both[rank] = ms["none"]
-            ms["none"] = float(replicas.sum(both).max())
-            cost = ms["after"] - ms["none"]
-            return {
-                "ms": {k: round(v, 4) for k, v in ms.items()},
-                "all": {k: [round(x, 4) for x in v] for k, v in found.items()},
-                "tok_s": {"1 GPU": round(case.tokens / ms["none"] * 1e3), "2": round(2e3 * case.tokens / ms["under"])},
-                "scaling": round(2 * ms["none"] / ms["under"], 4),
-                "all_reduce_alone_ms": round(alone_ms, 4),
-                "hidden": round(1 - (ms["under"] - ms["none"]) / cost, 3) if cost > 0 else None,
-                "early_share": steps["under"]._last.reduction.early / len(flat),
-                "profile": overlapped(steps["under"], batch),
-                "phases": {k: round(v, 4) for k, v in steps["under"].phases(batch, 5).items()},
-                "ready_s": round(ready, 1),
-                "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-            }
-
-        few = os.environ.get("NCCL_MAX_CTAS")  # thread blocks that NCCL takes from the other kernels
-        if not few:
-            guarded("equality", equality)
-        for name, batch_size in ROWS[:2] if few else ROWS:
-            guarded(f"{name} B {batch_size}", lambda name=name, size=batch_size: scaling(name, size))
-        sys.stdout.flush()
+        report = {
+            "replicas_equal": torch.equal(*other),
+            "captured_equals_calls": bits("calls"),
+            "under_equals_after": bits("after"),
+            "loss": {n: [round(m.loss, 5) for m in s.metrics()[::20]] for n, s in steps.items() if n[1] != "f"},
+            "weights_relative": float((two - one).norm() / one.norm()),
+        }
         if rank == 0:
-            print("measured", flush=True)
+            print("equality", json.dumps(report), flush=True)
         replicas.exchange(False, 0.0)
-        began = time.time()
-    if rank == 0:
-        print("left the group in", round(time.time() - began, 2), flush=True)
+        os._exit(0)
 
 
 def text():
+    """A file of random words, with structure enough to be learned."""
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(2, 7))) for _ in range(300)]
     file = OUT / "words.txt"
@@ -204,7 +100,12 @@ def one_run(action, out, steps):
     from ridgeline.train.settings import override
 
     try:
-        result = act(action, out, steps, preset, resume, train, override)
+        if action == "resume":
+            result = resume(out)
+        else:
+            changes = {"data": text(), "steps": int(steps), "eval_interval": 1000, "checkpoint_interval": 250}
+            changes |= {"batch": 64, "device": "cuda", "model": {"decoder": {"dropout": 0.2}}, "eval_windows": 512}
+            result = train(override(preset("gpt2-c256"), {**changes, "lanes": 1, "out": out}))
     except RidgelineError as error:  # as the command line does
         print(f"ridgeline: {error}", file=sys.stderr)
         sys.exit(2)
@@ -212,113 +113,98 @@ def one_run(action, out, steps):
         print("RESULT " + json.dumps(result.summary()), flush=True)
 
 
-def act(action, out, steps, preset, resume, train, override):
-    if action == "resume":
-        return resume(out)
-    changes = {"data": text(), "steps": int(steps), "eval_interval": 1000, "checkpoint_interval": 250, "out": out}
-    changes |= {"batch": 64, "device": "cuda", "model": {"decoder": {"dropout": 0.2}}, "eval_windows": 512}
-    return train(override(preset("gpt2-c256"), changes))
+def go(command, limit=60):
+    """Ends well, or the end of what it said."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    return "ended well" if "RESULT " in done.stdout else done.stderr[-800:]
 
 
-def runs():
-    """Losses of two GPUs and one, both ways of resuming, and a killed process."""
-    os.environ["RIDGELINE_CACHE"] = str(OUT / "cache")
-    text()
-    report, env = {}, {**os.environ, "OMP_NUM_THREADS": "4"}
-    single = [sys.executable, __file__]
+def curve(folder):
+    """Losses by step, and validations."""
+    lines = [json.loads(x) for x in (OUT / folder / "metrics.jsonl").read_text().splitlines()]
+    return [x["loss"] for x in lines if "loss" in x], [round(x["val_loss"], 4) for x in lines if "val_loss" in x]
 
-    def go(command, key, limit=60):
-        began = time.time()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, env=env)
-        line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
-        said = [x for x in done.stderr.splitlines() if x.startswith(("ridgeline", "gpt2-c256", "first step"))][:8]
-        report[key] = {
-            "rc": done.returncode,
-            "s": round(time.time() - began, 1),
-            "summary": json.loads(line[7:]) if line else done.stderr[-1500:],
-            "said": said,
-        }
 
-    def curve(folder):
-        lines = [json.loads(x) for x in (OUT / folder / "metrics.jsonl").read_text().splitlines()]
-        return [x["loss"] for x in lines if "loss" in x], [x["val_loss"] for x in lines if "val_loss" in x]
-
-    def killed():
-        folder = OUT / "killed"
-        child = subprocess.Popen(
-            [*TORCHRUN, "run", "train", str(folder), "6000"], stderr=subprocess.PIPE, text=True, env=env
-        )
-        end = time.time() + 60
-        while not (folder / "metrics.jsonl").exists() or (folder / "metrics.jsonl").read_text().count("\n") < 1500:
-            if time.time() > end or child.poll() is not None:
-                child.kill()
-                return {"error": "never got there", "stderr": child.communicate()[1][-1500:]}
-            time.sleep(0.1)
-        workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
-        os.kill(int(workers[-1]), signal.SIGKILL)
-        began = time.time()
-        try:
-            _, said = child.communicate(timeout=45)
-        except subprocess.TimeoutExpired:
+def kill(command, folder):
+    """Starts a run and kills one process of it after KILLED_AT steps."""
+    file = OUT / folder / "metrics.jsonl"
+    child = subprocess.Popen([*command, "run", "train", str(OUT / folder), str(STEPS)], stderr=-1, text=True)
+    end = time.time() + 60
+    while not file.exists() or file.read_text().count("\n") < KILLED_AT:
+        if time.time() > end or child.poll() is not None:
             child.kill()
-            said = child.communicate()[1]
-        from ridgeline import checkpoint
-
-        return {
-            "rc": child.returncode,
-            "ended_after_s": round(time.time() - began, 2),
-            "said": [line for line in said.splitlines() if "ridgeline" in line][:6],
-            "tail": said[-600:],
-            "checkpoint_step": checkpoint.load(folder / "last").meta["step"],
-        }
-
-    def both_ways():
-        """Half a run on one side, the rest on the other: the checkpoint of a run that was killed half way."""
-        go([*single, "run", "resume", str(OUT / "killed"), "0"], "killed on 2, resumed on 1")
-        child = subprocess.Popen([*single, "run", "train", str(OUT / "half"), "6000"], env=env, stderr=-3)
-        end = time.time() + 60
-        file = OUT / "half" / "metrics.jsonl"
-        while time.time() < end and (not file.exists() or file.read_text().count("\n") < 1500):
-            time.sleep(0.1)
+            return {"error": "never got there", "stderr": child.communicate()[1][-800:]}
+        time.sleep(0.05)
+    workers = Path(f"/proc/{child.pid}/task/{child.pid}/children").read_text().split()
+    os.kill(int(workers[-1]) if len(command) > 2 else child.pid, signal.SIGKILL)
+    began = time.time()
+    try:
+        _, said = child.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
         child.kill()
-        child.wait()
-        go([*TORCHRUN, "run", "resume", str(OUT / "half"), "0"], "killed on 1, resumed on 2")
-        vals = {name: curve(name)[1] for name in ("killed", "half")}
-        return {"val_losses": {k: [round(x, 4) for x in v] for k, v in vals.items()}}
+        said = child.communicate()[1]
+    from ridgeline import checkpoint
 
-    def same():
-        go([*single, "run", "train", str(OUT / "one"), "400"], "1 GPU")
-        go([*TORCHRUN, "run", "train", str(OUT / "two"), "400"], "2 GPUs")
-        (a, x), (b, y) = curve("one"), curve("two")
-        return {"largest difference of 400": max(abs(p - q) for p, q in zip(a, b, strict=True)), "val": [x, y]}
+    return {
+        "rc": child.returncode,
+        "ended_after_s": round(time.time() - began, 2),
+        "said": [line[:200] for line in said.splitlines() if "ridgeline" in line and "File" not in line][-3:],
+        "checkpoint_step": checkpoint.load(OUT / folder / "last").meta["step"],
+    }
 
-    for key, function in (("same losses", same), ("killed", killed), ("both ways", both_ways)):
-        try:
-            report[key] = function()
-        except Exception as error:
-            report[key] = f"{type(error).__name__}: {error}"[:600]
-        (OUT / "ddp_runs.json").write_text(json.dumps(report, indent=1))
-        print(key, json.dumps(report[key]), flush=True)
-    print(json.dumps(report, indent=1))
+
+def ways():
+    """A run killed on two cards goes on on one, one killed on one card goes on on two, and one is never stopped."""
+    report = {}
+
+    def change(name, before, after):
+        with contextlib.suppress(Exception):
+            report[f"{name} killed"] = kill(before, name)
+            report[f"{name} resumed"] = go([*after, "run", "resume", str(OUT / name), "0"])
+
+    text()
+    threads = [
+        threading.Thread(target=change, args=("two_to_one", TORCHRUN, SINGLE)),
+        threading.Thread(target=change, args=("one_to_two", SINGLE, TORCHRUN)),
+        threading.Thread(target=lambda: go([*SINGLE, "run", "train", str(OUT / "whole"), str(STEPS)])),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    whole, validations = curve("whole")
+    report["validations"] = {"whole": validations}
+    for name in ("two_to_one", "one_to_two"):
+        losses, report["validations"][name] = curve(name)
+        last = [abs(a - b) for a, b in zip(losses[-500:], whole[-500:], strict=True)]
+        report[f"{name}: mean distance of the last 500 losses from the whole run"] = round(sum(last) / 500, 5)
+    return report
+
+
+def same():
+    """The losses of 400 steps on one card and on two."""
+    report = {n: go([*c, "run", "train", str(OUT / n), "400"]) for n, c in (("one", SINGLE), ("two", TORCHRUN))}
+    (a, x), (b, y) = curve("one"), curve("two")
+    return {**report, "largest difference of 400": max(abs(p - q) for p, q in zip(a, b, strict=True)), "val": [x, y]}
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["inside"]:
-        measure()
-        os._exit(0)
+        equality()
     if sys.argv[1:2] == ["run"]:
         one_run(*sys.argv[2:])
         sys.exit()
-    for part, more in (("measure", {}), ("ctas", {"NCCL_MAX_CTAS": "4"})):
-        if part not in sys.argv and len(sys.argv) > 1:
-            continue
-        with (OUT / "ddp_measure.log").open("w") as log:
-            child = subprocess.Popen([*TORCHRUN, "inside"], stderr=log, env={**os.environ, **more})
+    asked, found = sys.argv[1:] or ["equality", "same", "ways"], {}
+    if "equality" in asked:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([*TORCHRUN, "inside"], timeout=60)
+    for key, function in (("same", same), ("ways", ways)):
+        if key in asked:
             try:
-                child.wait(90)
-            except subprocess.TimeoutExpired:
-                child.terminate()
-                child.wait(40)
-        print((OUT / "ddp_measure.log").read_text()[-1500:], flush=True)
-    if "train" in sys.argv or len(sys.argv) == 1:
-        runs()
+                found[key] = function()
+            except Exception as error:
+                found[key] = f"{type(error).__name__}: {error}"[:600]
+            print(key, json.dumps(found[key]), flush=True)
+            (OUT / "ddp.json").write_text(json.dumps(found, indent=1))
+    for folder in ("whole", "two_to_one", "one_to_two", "one", "two"):
+        subprocess.run(["rm", "-rf", str(OUT / folder)], check=True)

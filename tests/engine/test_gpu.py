@@ -69,7 +69,7 @@ def same(a: TrainStep, b: TrainStep) -> bool:
     ("name", "impl"), [*((name, "fused") for name in PRESETS), ("gpt2-c256", "torch"), ("hal-5m", "torch")]
 )
 def test_a_thousand_captured_steps_equal_the_calls(name, impl):
-    case, steps = small(name), 1000
+    case, steps = small(name), 1000 if impl == "fused" else 300  # PyTorch's calls take the host ten times as long
     on_card, on_host = batches(case, "cuda"), batches(case, "cpu")
     calls = step_for(case, steps, capture=False, impl=impl)
     captured = step_for(case, steps, impl=impl)
