@@ -58,22 +58,20 @@ def join_gradient(dh_NC: Tensor, j: kernels.JoinGradient) -> None:
 
 
 def mlp_forward(
-    h_NC: Tensor, up_FC: Tensor, up_bias_F: Any, down_CF: Tensor, kept: Tensor, j: Any, *, gelu: str
+    h_NC: Tensor, up_FC: Tensor, up_bias_F: Any, down_CF: Tensor, kept: Tensor, a_NF: Tensor, j: Any, *, gelu: str
 ) -> None:
-    u_NF = F.linear(h_NC, up_FC, up_bias_F)
-    kernels.keep(u_NF, kept)
-    join(F.gelu(u_NF, approximate="tanh" if gelu == "tanh" else "none") @ down_CF.t(), j)
+    with torch.enable_grad():
+        u_NF = F.linear(h_NC, up_FC, up_bias_F).detach().requires_grad_()
+        a = F.gelu(u_NF, approximate="tanh" if gelu == "tanh" else "none")
+        kernels.keep(torch.autograd.grad(a.sum(), u_NF)[0], kept)
+    a_NF.copy_(a.detach())
+    join(a_NF @ down_CF.t(), j)
 
 
 def mlp_backward(
-    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, a_NF: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
-    j: Any, *, gelu: str,
-) -> None:  # fmt: skip
-    with torch.enable_grad():
-        u_NF = kernels.unkeep(kept, *du_NF.shape).detach().requires_grad_()
-        a = F.gelu(u_NF, approximate="tanh" if gelu == "tanh" else "none")
-        du_NF.copy_(torch.autograd.grad(a, u_NF, dz_NC @ down_CF)[0])
-    a_NF.copy_(a.detach())
+    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None, j: Any
+) -> None:
+    du_NF.copy_(dz_NC @ down_CF * kernels.unkeep(kept, *du_NF.shape))
     if du_sums_PF is not None:
         du_sums_PF.zero_()
         du_sums_PF[0] = du_NF.sum(0)
@@ -94,6 +92,8 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Config())
     monkeypatch.setattr(kernels, "project_forward_raw", lambda x, w, j: join(x @ w.t(), j))
     monkeypatch.setattr(kernels, "project_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
+    shape = kernels.kept_shape
+    monkeypatch.setattr(kernels, "hidden", lambda h, F: (h.new_empty(shape(len(h), F)), h.new_empty(len(h), F)))
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
     monkeypatch.setattr(kernels, "mlp_backward_raw", mlp_backward)
     monkeypatch.setattr(gradients, "weight_gradients_raw", grouped)

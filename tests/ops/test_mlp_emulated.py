@@ -27,8 +27,8 @@ JOIN = ["const u16*"] * 3 + ["u16*"] * 2 + ["float*"] * 2  # residual, weight, b
 GRADIENT = ["const u16*"] * 2 + ["const float*"] * 2 + ["const u16*"] + ["u16*"] * 2 + ["float*"]
 # each kernel's file, number of maps, pointers, and what comes after them: eps, or the stride of the partial sums
 KERNELS = {
-    "mlp_forward": ("forward.cu", 3, ["const u16*", "const u16*", "uint4*", *JOIN], ""),
-    "mlp_backward": ("backward.cu", 5, ["const uint4*", "float*", *GRADIENT], "n[6], "),
+    "mlp_forward": ("forward.cu", 4, ["const u16*", "const u16*", "uint4*", *JOIN], ""),
+    "mlp_backward": ("backward.cu", 4, ["const uint4*", "float*", *GRADIENT], "n[6], "),
     "project_forward": ("project.cu", 2, ["const u16*", *JOIN], "1e-5f, "),
     "project_backward": ("project.cu", 2, GRADIENT, "n[6], "),
 }
@@ -272,27 +272,31 @@ def check_mlp(case: Case, build: Build) -> None:
     N, C, F, config = case.N, case.C, case.inner, build.config
     build.macros |= {"GELU_TANH": int(case.tanh), "UP_BIAS": int(case.bias)}
     up, down = normal(F, C, scale=C**-0.5), normal(C, F, scale=F**-0.5)
-    approximate = "tanh" if case.tanh else "none"
-    kept = unwritten(*kernels.kept_shape(N, F))
+    kept = unwritten(*kernels.kept_shape(N, F), dtype=torch.float16)
     if case.part == "mlp_forward":
-        h, bias = normal(N, C), normal(F) if case.bias else None
-        u = functional.linear(h.double(), up.double(), None if bias is None else bias.double())
-        build.maps = [rows_map(h, 64), rows_map(up, 128), owned_map(down)]
+        h, bias, got_a = normal(N, C), normal(F) if case.bias else None, unwritten(N, F)
+        a, slope = gelu(case, functional.linear(h.double(), up.double(), None if bias is None else bias.double()))
+        build.maps = [rows_map(h, 64), rows_map(up, 128), owned_map(down), rows_map(got_a, 16, 32)]
         build.lead = [bias, kept]
-        check_join(case, build, functional.gelu(u, approximate=approximate) @ down.double().t())
-        close("kept", kernels.unkeep(kept, N, F), u)
+        check_join(case, build, a @ down.double().t())
+        close("a", got_a, a)
+        close("kept", kernels.unkeep(kept, N, F), slope, 1e-3)
         return
-    dz, u = normal(N, C), normal(N, F)
-    kernels.keep(u, kept)
-    wide = u.double().requires_grad_()
-    a = functional.gelu(wide, approximate=approximate)
-    (du,) = torch.autograd.grad(a, wide, dz.double() @ down.double())
-    got_a, got_du = unwritten(N, F), unwritten(N, F)
+    dz, slope = normal(N, C), gelu(case, normal(N, F).double())[1].half()
+    kernels.keep(slope, kept)
+    du = (dz.double() @ down.double()) * slope.double()
+    got_du = unwritten(N, F)
     sums = unwritten(kernels.inner_partial_rows(N, config), F, dtype=torch.float32) if case.bias else None
-    build.maps = [*(rows_map(x, 64) for x in (dz, up, down)), rows_map(got_a, 16, 32), rows_map(got_du, 16, 32)]
+    build.maps = [*(rows_map(x, 64) for x in (dz, up, down)), rows_map(got_du, 16, 32)]
     build.lead = [kept, sums]
     check_gradient(case, build, du @ up.double())
-    close("a", got_a, a.detach())
     close("du", got_du, du)
     if sums is not None:
         close("sums of du", sums.double().sum(0), du.sum(0))
+
+
+def gelu(case: Case, u: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU and its derivative."""
+    wide = u.requires_grad_()
+    a = functional.gelu(wide, approximate="tanh" if case.tanh else "none")
+    return a.detach(), torch.autograd.grad(a.sum(), wide)[0]

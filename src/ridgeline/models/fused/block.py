@@ -10,7 +10,7 @@ parameters' gradients. A block's forward goes from one join's results to the nex
 later join (dr, dbranch) to behind the earlier one, so that a product can take either join into its kernel.
 
 Saved a token, in elements of 2 bytes, for width C, joint projection Q and MLP width F:
-    r₀ h₁ o r₁ h₂: 5 C      qkv: Q      u (or gelu'(u)) and a: 2 F (F when a is recomputed)      and fp32 statistics.
+    r₀ h₁ o r₁ h₂: 5 C      qkv: Q      gelu'(u) (or u) and a: 2 F      and fp32 statistics.
 """
 
 from __future__ import annotations

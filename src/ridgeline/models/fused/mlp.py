@@ -35,22 +35,22 @@ class MlpWeights(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What the MLP saves: GELU's derivative (mlp "cuda"), its input without the bias ("torch") or its input in an order
-    of the kernel's own (whole rows); and the activation, unless the backward pass makes it anew.
+    """What the MLP saves: GELU's derivative (under mlp "torch" GELU's input without the bias; in whole rows in an order
+    of the kernel's own), and the activation.
     """
 
     kept_NF: Tensor
-    a_NF: Tensor | None
+    a_NF: Tensor
 
 
 def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> tuple[Hidden, Joined]:
     """u = h Wupᵀ and a = gelu(u + b), then the join of a Wdownᵀ."""
     h_NC, up_FC, gelu = middle.h_NC, weights.up_FC, run.config.gelu
     if "mlp" in run.choices.rows:
-        kept = h_NC.new_empty(rows.kept_shape(len(h_NC), len(up_FC)))
+        hidden = Hidden(*rows.hidden(h_NC, len(up_FC)))
         fused, last = rows_join(run, middle.r_NC, join)
-        rows.mlp_forward_raw(h_NC, up_FC, weights.up_bias_F, weights.down_CF, kept, fused, gelu=gelu)
-        return Hidden(kept, None), last
+        rows.mlp_forward_raw(h_NC, up_FC, weights.up_bias_F, weights.down_CF, *hidden, fused, gelu=gelu)
+        return hidden, last
     a_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     if run.choices.mlp == "cuda":
         kept_NF = products.slope_empty(h_NC, *a_NF.shape)
@@ -66,33 +66,30 @@ def mlp_backward(
     run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
 ) -> Slopes:
     """From behind the join after the MLP to behind `join`, the one before it, with the weights' gradients."""
-    if hidden.a_NF is None:
-        a_NF, du_NF, partials_PF, before = _rows_backward(run, behind, middle, hidden, weights, join, grads)
+    wants_sums, before = grads.unsummed(weights.up_bias_F) is not None, None
+    if "mlp" in run.choices.rows:
+        du_NF, partials_PF, before = _rows_backward(run, behind, middle, hidden, weights, join, grads, wants_sums)
     else:
-        wants_sums = grads.unsummed(weights.up_bias_F) is not None
-        a_NF, before = hidden.a_NF, None
         du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, wants_sums)
-    grads.product(weights.down_CF, behind.dbranch_NC, a_NF, weights.down_bias_C)
+    grads.product(weights.down_CF, behind.dbranch_NC, hidden.a_NF, weights.down_bias_C)
     grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
     return before or join_backward(run, du_NF @ weights.up_FC, behind.dr_NC, middle, join, grads)
 
 
 def _rows_backward(
-    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
-) -> tuple[Tensor, Tensor, Tensor | None, Slopes]:
-    """a (made anew), du, where wanted fp32 partial sums of du over its rows, and what lies behind `join`."""
-    dz_NC, F = behind.dbranch_NC, len(weights.up_FC)
-    N = len(dz_NC)
-    a_NF, du_NF, partials_PF = dz_NC.new_empty(N, F), dz_NC.new_empty(N, F), None
-    if grads.unsummed(weights.up_bias_F) is not None:
+    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients,
+    sums: bool,
+) -> tuple[Tensor, Tensor | None, Slopes]:  # fmt: skip
+    """du, where wanted fp32 partial sums of it over its rows, and what lies behind `join`."""
+    dz_NC, (N, F) = behind.dbranch_NC, hidden.a_NF.shape
+    du_NF, partials_PF = torch.empty_like(hidden.a_NF), None
+    if sums:
         partial_rows = rows.inner_partial_rows(N, rows.choose("mlp_backward", N, F))
         partials_PF = dz_NC.new_empty(partial_rows, F, dtype=torch.float32)
     gradient, before = rows_slopes(run, "mlp_backward", F, behind.dr_NC, middle, join, grads)
-    rows.mlp_backward_raw(
-        dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, a_NF, du_NF, partials_PF, gradient, gelu=run.config.gelu
-    )
+    rows.mlp_backward_raw(dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, du_NF, partials_PF, gradient)
     rows_sums(gradient, join, grads)
-    return a_NF, du_NF, partials_PF, before
+    return du_NF, partials_PF, before
 
 
 def _hidden_backward(

@@ -1,22 +1,22 @@
 // Gradient of the MLP half of a block for sm_90a: da = dz Wdown, du = da · gelu'(u), dh = du Wup, then the gradient of the
-// join before it (join.cuh). du is stored for Wup's gradient and a = gelu(u), made anew, for Wdown's.
+// join before it (join.cuh). gelu'(u) is what the forward pass kept; du is stored for Wup's gradient.
 //
-// Macros: tile.cuh's, join.cuh's (of the join before the MLP), GELU_TANH, UP_BIAS (sums of du are wanted).
-#include "../linear/gelu.cuh"
+// Macros: tile.cuh's, join.cuh's (of the join before the MLP), UP_BIAS (sums of du are wanted).
 #include "join.cuh"
+#include "panels.cuh"
+
+#include "../linear/gelu.cuh"
 
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of dz: [K block][64][64]
-constexpr int PANEL_BYTES = 16 * 64;                        // a warp's 16 rows × 32 columns
-constexpr int STAGING_BYTES = 4 * 2 * 2 * PANEL_BYTES;      // two panels a warp, for a and du, in turns
-constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 128 * 4 : 0;                    // a warpgroup's: [pair of warps][column]
+constexpr int STAGING_BYTES = PANELS_BYTES > SUMS_BYTES ? PANELS_BYTES : SUMS_BYTES;  // du's, then the join's sums
+constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 128 * 4 : 0;                              // a warpgroup's: [pair of warps][column]
 constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
 constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, VECTOR = DU_SUMS + 2 * DU_SUMS_BYTES;
 constexpr int BARRIERS = VECTOR + VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where dz was");
-static_assert(STAGING_BYTES >= SUMS_BYTES, "the join's sums are taken where a and du were staged");
 
 RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
                   Barriers bar) {
@@ -36,9 +36,9 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
   }
 }
 
-struct Inner {  // the inner columns: where u comes from and a and du go
+struct Inner {  // the inner columns: where gelu'(u) comes from and du goes
   const uint4* kept;
-  const TensorMap *a, *du;
+  const TensorMap* du;
   float* sums;  // [tile and warpgroup][column], or null
   int inner, chunks;
 };
@@ -48,60 +48,28 @@ RL_D uint4 load_kept(const uint4* source, int step, bool inside) {
   return inside ? load_stream(source + 128 * step) : uint4{0, 0, 0, 0};
 }
 
-// d · gelu'(u) in place of two values of d; returns gelu(u), packed. In half precision where the results become bf16.
-RL_D u32 differentiate(float& d0, float& d1, u32 u) {
-  const float u0 = pair_low(u), u1 = pair_high(u);
-  if (RL_FP16) {
-    d0 *= gelu_derivative<GELU_TANH>(u0), d1 *= gelu_derivative<GELU_TANH>(u1);
-    return pack_pair(gelu<GELU_TANH>(u0), gelu<GELU_TANH>(u1));
-  }
-  u32 gate;
-  const u32 slope = gelu_derivative_pair<GELU_TANH>(half_pair(u0, u1), gate);
-  d0 *= half_low(slope), d1 *= half_high(slope);
-  return pack_pair(u0 * half_low(gate), u1 * half_high(gate));
-}
-
-// du = da · gelu'(u), as A fragments. a and du leave for memory through this warp's panels at `staging`, 32 columns at a
-// time. `kept` holds the first four steps of what lies at `source`; each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
+// du = da · gelu'(u), as A fragments, and on its way to memory. `kept` holds the first four steps of what lies at `source`;
+// each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
 RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
-                        bool inside, const Inner& p, int column, int row, u32 staging, const Place& me) {
-  const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
+                        bool inside, const Inner& p, int column, int row, u32 panels, const Place& me) {
   float sum[8];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
-    const u32 panels = staging + step / 2 % 2 * 2 * PANEL_BYTES;
-    if (step % 2 == 0) {  // what these panels held has left
-      if (me.lane == 0) store_wait_read<1>();
-      sync_warp();
-    }
-    const u32 u[4] = {kept[step % 4].x, kept[step % 4].y, kept[step % 4].z, kept[step % 4].w};
+    const u32 slope[4] = {kept[step % 4].x, kept[step % 4].y, kept[step % 4].z, kept[step % 4].w};
     if (step < 4) kept[step] = load_kept(source, step + 4, inside);
-    u32 a[4];
     float d[8];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      d[2 * k] = da[8 * step + 2 * k], d[2 * k + 1] = da[8 * step + 2 * k + 1];
-      a[k] = differentiate(d[2 * k], d[2 * k + 1], u[k]);
+      d[2 * k] = da[8 * step + 2 * k] * half_low(slope[k]), d[2 * k + 1] = da[8 * step + 2 * k + 1] * half_high(slope[k]);
       pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
     }
-    const u32 place = panels + swizzle64(panel_row, 2 * (step % 2) + matrix / 2);
-    store_matrices(place, a[0], a[1], a[2], a[3]);
-    store_matrices(place + PANEL_BYTES, pairs[step][0], pairs[step][1], pairs[step][2], pairs[step][3]);
+    send_step(p.du, panels, step, pairs[step], column, row, me);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {  // rows l / 4 and l / 4 + 8
       sum[4 * (step % 2) + e] = d[e] + d[2 + e];
       sum[4 * (step % 2) + 2 + e] = d[4 + e] + d[6 + e];
     }
     if (UP_BIAS && step % 2) sums[step / 2] = column_sum(sum, me.lane);
-    if (step % 2) {
-      fence_async();
-      sync_warp();
-      if (me.lane == 0) {
-        store_2d(p.a, panels, column + 32 * (step / 2), row);
-        store_2d(p.du, panels + PANEL_BYTES, column + 32 * (step / 2), row);
-        store_commit();
-      }
-    }
   }
 }
 
@@ -184,8 +152,8 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
       wgmma_wait<0>();
       wgmma_touch(da);
       release(ring, 1, me);
-      differentiate(du, sums, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp,
-                    staging + me.warp * 4 * PANEL_BYTES, me);
+      differentiate(du, sums, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp, staging,
+                    me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
@@ -211,7 +179,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
     }
     own_columns(v, me);
     if (me.lane == 0) store_wait_read<0>();
-    named_barrier<128>(1 + me.group);  // the join's sums are taken where a and du were staged
+    named_barrier<128>(1 + me.group);  // the join's sums are taken where du was staged
     join_backward(join, v, ahead, row + first_row(me), staging, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
   }
 }
@@ -219,15 +187,14 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     CLUSTER_DIMENSIONS
         mlp_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap up,
-                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap a,
-                     const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums, const u16* r,
+                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums, const u16* r,
                      const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr, u16* dbranch,
                      float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site, u32 threshold,
                      float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
-  if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a), prefetch_map(&du);
+  if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&du);
   begin(bar);
   const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
@@ -239,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, {kept, &a, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
+    consume(join, {kept, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
   }
   sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();

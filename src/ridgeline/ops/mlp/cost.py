@@ -1,17 +1,17 @@
 """Cost of the half-blocks: what the fused kernels of this folder do and move.
 
-    mlp forward     reads h, r, weights; writes u, r', h', statistics                        4 N C F FLOPs
-    mlp backward    reads dz, u, r, dresidual, weights; writes du, a, dr (and dbranch)       4 N C F FLOPs
+    mlp forward     reads h, r, weights; writes gelu'(u), a, r', h', statistics              4 N C F FLOPs
+    mlp backward    reads dz, gelu'(u), r, dresidual, weights; writes du, dr (and dbranch)   4 N C F FLOPs
     project + join  reads x, r, W; writes r', h', statistics                                 2 N K C FLOPs
     its backward's  reads dy, r, dresidual, W; writes dr (and dbranch)                       2 N K C FLOPs
 
-a = gelu(u) is never read back forward, and made anew backward. Partial sums of small gradients are left out.
+a = gelu(u) is never read back but by the weight gradient. Partial sums of small gradients are left out.
 """
 
 from __future__ import annotations
 
 from ridgeline.cost import INSTRUCTION, OpCost, Storage
-from ridgeline.ops.activation.cost import Gelu, gelu_flops, gelu_gradient_flops
+from ridgeline.ops.activation.cost import Gelu, gelu_gradient_flops
 from ridgeline.ops.dropout.cost import MASK_FLOPS
 from ridgeline.ops.norm.cost import NormKind, statistics
 
@@ -39,26 +39,25 @@ def mlp_forward(
         name=name,
         phase="forward",
         flops=4 * rows * width * inner,
-        vector_flops=vector + rows * inner * gelu_flops(gelu),
+        vector_flops=vector + rows * inner * gelu_gradient_flops(gelu),
         read_bytes=reads + rows * width * store.activation + 2 * width * inner * store.weight,
-        written_bytes=writes + rows * inner * store.activation,
+        written_bytes=writes + 2 * rows * inner * store.activation,
         count=count,
     )
 
 
 def mlp_backward(
-    name: str, rows: int, width: int, inner: int, *, kind: NormKind, gelu: Gelu, dropout: bool, store: Storage,
-    count: int = 1,
-) -> OpCost:  # fmt: skip
+    name: str, rows: int, width: int, inner: int, *, kind: NormKind, dropout: bool, store: Storage, count: int = 1
+) -> OpCost:
     """Both input gradients of the MLP and the gradient of the join before it (with its `dropout`)."""
     vector, reads, writes = _join_backward(rows, width, kind, dropout, store)
     return OpCost(
         name=name,
         phase="backward",
         flops=4 * rows * width * inner,
-        vector_flops=vector + rows * inner * gelu_gradient_flops(gelu),
+        vector_flops=vector + rows * inner * INSTRUCTION,
         read_bytes=reads + rows * (width + inner) * store.activation + 2 * width * inner * store.weight,
-        written_bytes=writes + 2 * rows * inner * store.activation,
+        written_bytes=writes + rows * inner * store.activation,
         count=count,
     )
 

@@ -1,14 +1,18 @@
 // The MLP half of a block for sm_90a: u = h Wupᵀ + b, a = gelu(u), z = a Wdownᵀ + b, then the join r, h' (join.cuh).
-// u is kept (layout.cuh); a lives in registers only: as accumulator of one product and A fragment of the next.
+// u lives in registers only. gelu'(u) is kept (layout.cuh): the backward pass needs no more of it, and half precision holds
+// it better than bf16 holds u. a leaves for Wdown's gradient.
 //
 // Macros: tile.cuh's, join.cuh's, GELU_TANH, UP_BIAS, BRANCH_BIAS (Wdown's).
-#include "../linear/gelu.cuh"
 #include "join.cuh"
+#include "panels.cuh"
+
+#include "../linear/gelu.cuh"
 
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of h: [K block][64][64]
-constexpr int RING = 2 * ROWS_BYTES, VECTORS = RING + STAGES * SLOT_BYTES, BIAS = VECTORS + 3 * VECTOR_BYTES;
+constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES, VECTORS = STAGING + 2 * PANELS_BYTES;
+constexpr int BIAS = VECTORS + 3 * VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where h was");
 
@@ -75,17 +79,16 @@ RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring
   release(ring, 1, me);
 }
 
-// gelu of two values, packed; in half precision where the result becomes bf16.
-RL_D u32 activate(float x0, float x1) {
-  if (RL_FP16) return pack_pair(gelu<GELU_TANH>(x0), gelu<GELU_TANH>(x1));
-  const u32 x = half_pair(x0, x1), gate = gelu_gate_pair<GELU_TANH>(x, half_multiply(x, x));
-  return pack_pair(x0 * half_low(gate), x1 * half_high(gate));
-}
+struct Inner {  // where gelu'(u) and gelu(u) go
+  uint4* kept;
+  const TensorMap* a;
+  int chunks;
+};
 
-RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunks, int first, int last, u32 smem,
-                  Barriers bar, const Place& me) {
+RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int first, int last, u32 smem, Barriers bar,
+                  const Place& me) {
   Ring ring(smem + RING, bar);
-  const u32 rows = smem + me.group * ROWS_BYTES;
+  const u32 rows = smem + me.group * ROWS_BYTES, panels = smem + STAGING + me.group * PANELS_BYTES;
   if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
@@ -107,9 +110,14 @@ RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunk
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
         float* x = u + 8 * step;
-        kept[kept_index(row / 64, chunks, chunk, step, me.thread())] = pack_eight(x);
+        u32 slope[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) a[step][k] = activate(x[2 * k], x[2 * k + 1]);
+        for (int k = 0; k < 4; ++k) {
+          slope[k] = activate<GELU_TANH, true>(x[2 * k], x[2 * k + 1]);
+          a[step][k] = pack_pair(x[2 * k], x[2 * k + 1]);
+        }
+        p.kept[kept_index(row / 64, p.chunks, chunk, step, me.thread())] = {slope[0], slope[1], slope[2], slope[3]};
+        send_step(p.a, panels, step, a[step], 128 * chunk, row + 16 * me.warp, me);
       }
     }
     uint4 ahead[GROUPS];
@@ -133,20 +141,21 @@ RL_D void consume(const JoinForward& join, u32 down_bias, uint4* kept, int chunk
     }
     join_forward(join, v, ahead, row + first_row(me), me);
   }
+  if (me.lane == 0) store_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     CLUSTER_DIMENSIONS
         mlp_forward(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap up,
-                    const __grid_constant__ TensorMap down, const u16* up_bias, const u16* down_bias, uint4* kept,
-                    const u16* residual, const u16* weight, const u16* bias, u16* r, u16* next, float* mean, float* rstd,
+                    const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap a, const u16* up_bias,
+                    const u16* down_bias, uint4* kept, const u16* residual, const u16* weight, const u16* bias, u16* r, u16* next, float* mean, float* rstd,
                     const i64* seed_step, int rows, int inner, float eps, u32 site, u32 threshold, float scale,
                     int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const int chunks = ceil_div(inner, 128);
   const Barriers bar{smem + BIAS + chunks * 256};
   const Place me = Place::here();
-  if (threadIdx.x == 0) prefetch_map(&h), prefetch_map(&up), prefetch_map(&down);
+  if (threadIdx.x == 0) prefetch_map(&h), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a);
   begin(bar);
   const int share = ceil_div(chunks, SPLIT), first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
@@ -163,6 +172,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     });
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, vectors + 2 * VECTOR_BYTES, kept, chunks, first, last, smem, bar, me);
+    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, first, last, smem, bar, me);
   }
 }

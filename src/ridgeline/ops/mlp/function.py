@@ -99,30 +99,30 @@ class MlpHalf(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         norm, next_norm = Norm(kind, eps, w_C, b_C), Norm(kind, eps, next_w_C, next_b_C)
         first, out = _norm_forward(r_NC, norm), Statistics(r_NC, next_norm)
-        kept = r_NC.new_empty(kernels.kept_shape(len(r_NC), len(up_FC)))
+        kept, a_NF = kernels.hidden(first.h_NC, len(up_FC))
         join = _join(next_norm, down_bias_C, r_NC, out, masks)
-        kernels.mlp_forward_raw(first.h_NC, up_FC, up_bias_F, down_CF, kept, join, gelu=gelu)
+        kernels.mlp_forward_raw(first.h_NC, up_FC, up_bias_F, down_CF, kept, a_NF, join, gelu=gelu)
         ctx.save_for_backward(
-            r_NC, first.mean_N, first.rstd_N, out.r_NC, out.mean_N, out.rstd_N, first.h_NC, kept, up_FC, down_CF, w_C,
-            b_C, next_w_C, next_b_C,
+            r_NC, first.mean_N, first.rstd_N, out.r_NC, out.mean_N, out.rstd_N, first.h_NC, kept, a_NF, up_FC, down_CF,
+            w_C, b_C, next_w_C, next_b_C,
         )  # fmt: skip
-        ctx.kind, ctx.eps, ctx.gelu, ctx.masks = kind, eps, gelu, masks
+        ctx.kind, ctx.eps, ctx.masks = kind, eps, masks
         ctx.biases = up_bias_F is not None, down_bias_C is not None
         return out.r_NC, out.h_NC
 
     @staticmethod
     def backward(ctx: Any, dr_NC: Tensor, dh_NC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
-        h_NC, kept, up_FC, down_CF, w_C, b_C, next_w_C, next_b_C = saved[6:]
+        h_NC, kept, a_NF, up_FC, down_CF, w_C, b_C, next_w_C, next_b_C = saved[6:]
         (N, C), F = h_NC.shape, len(up_FC)
         up_bias, down_bias = ctx.biases
         next_norm, norm = Norm(ctx.kind, ctx.eps, next_w_C, next_b_C), Norm(ctx.kind, ctx.eps, w_C, b_C)
         total_NC, dz_NC, small = _join_backward(dr_NC, dh_NC, next_norm, saved[3:6], down_bias, ctx.masks)
-        a_NF, du_NF = h_NC.new_empty(N, F), h_NC.new_empty(N, F)
+        du_NF = torch.empty_like(a_NF)
         join = _norm_gradient(norm, saved[:3], total_NC, "mlp_backward", F)
         rows = kernels.inner_partial_rows(N, kernels.choose("mlp_backward", N, F))
         sums_PF = h_NC.new_empty(rows, F, dtype=torch.float32) if up_bias else None
-        kernels.mlp_backward_raw(dz_NC, up_FC, down_CF, kept, a_NF, du_NF, sums_PF, join, gelu=ctx.gelu)
+        kernels.mlp_backward_raw(dz_NC, up_FC, down_CF, kept, du_NF, sums_PF, join)
         dw_C, db_C = _split(_sums(join.partials_PW, h_NC.dtype), C, join.bias)
         dnext_w_C, dnext_b_C = small[0], small[1] if next_b_C is not None else None
         return (

@@ -26,11 +26,11 @@ FOLDER = Path(__file__).parent
 SMEM_LIMIT = 227 * 1024
 WIDTHS = (128, 256)
 THREADS = 384
-TILE_ROWS, CHUNK, SLOT = 128, 128, 128 * 128
+TILE_ROWS, CHUNK, SLOT, PANELS = 128, 128, 128 * 128, 8192
 Part = Literal["mlp_forward", "mlp_backward", "project_forward", "project_backward"]
 _PARTS: dict[Part, tuple[str, str]] = {  # file, and kinds of parameters
-    "mlp_forward": ("forward.cu", "MMMPPPPPPPPPPPiifIIfii"),
-    "mlp_backward": ("backward.cu", "MMMMMPPPPPPPPPPqPiiIIfii"),
+    "mlp_forward": ("forward.cu", "MMMMPPPPPPPPPPPiifIIfii"),
+    "mlp_backward": ("backward.cu", "MMMMPPPPPPPPPPqPiiIIfii"),
     "project_forward": ("project.cu", "MMPPPPPPPPfPiiIIfii"),
     "project_backward": ("project.cu", "MMPPPPPPPPqPiiIIfii"),
 }
@@ -114,8 +114,14 @@ def chunks(F: int) -> int:
 
 
 def kept_shape(N: int, F: int) -> tuple[int, int]:
-    """Shape of the tensor that keeps the pre-activation: padded, and in the kernels' own order (layout.cuh)."""
+    """Shape of the tensor that keeps GELU's derivative: padded, and in the kernels' own order (layout.cuh)."""
     return -(-N // TILE_ROWS) * TILE_ROWS, chunks(F) * CHUNK
+
+
+def hidden(h_NC: Tensor, F: int) -> tuple[Tensor, Tensor]:
+    """Memory for what an MLP's forward pass leaves to its backward pass: `kept`, and a (N, F)."""
+    kept = h_NC.new_empty(kept_shape(len(h_NC), F), dtype=torch.float16)
+    return kept, h_NC.new_empty(len(h_NC), F)
 
 
 def _kept_view(kept: Tensor) -> Tensor:
@@ -125,17 +131,17 @@ def _kept_view(kept: Tensor) -> Tensor:
     return view.permute(0, 3, 7, 4, 1, 2, 6, 5, 8)
 
 
-def keep(u_NF: Tensor, kept: Tensor) -> None:
-    """Put a pre-activation into the kernels' order: what a forward pass by other means would have kept."""
-    N, F = u_NF.shape
+def keep(slope_NF: Tensor, kept: Tensor) -> None:
+    """Put GELU's derivative into the kernels' order: what a forward pass by other means would have kept."""
+    N, F = slope_NF.shape
     padded = kept.new_zeros(kept.shape)
-    padded[:N, :F] = u_NF
+    padded[:N, :F] = slope_NF
     view = _kept_view(kept)
     view.copy_(padded.view(view.shape))
 
 
 def unkeep(kept: Tensor, N: int, F: int) -> Tensor:
-    """The pre-activation (N, F) of what a forward pass kept."""
+    """GELU's derivative (N, F) of what a forward pass kept."""
     return _kept_view(kept).reshape(kept.shape)[:N, :F]
 
 
@@ -152,11 +158,12 @@ def inner_partial_rows(N: int, config: Config) -> int:
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
     """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
     rows, exchange = 2 * width * 128, 2 * width * 128 if config.split == 2 else 0
+    branch_sums = sums * 4 * width * 4
     size = {
-        "mlp_forward": rows + 3 * width * 2 + chunks(F) * 256,
-        "mlp_backward": rows + 2 * 4 * 2 * 2048 + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
+        "mlp_forward": rows + 2 * PANELS + 3 * width * 2 + chunks(F) * 256,
+        "mlp_backward": rows + 2 * max(PANELS, branch_sums) + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
         "project_forward": exchange + 3 * width * 2,
-        "project_backward": exchange + 2 * sums * 4 * width * 4 + 3 * width * 2,
+        "project_backward": exchange + 2 * branch_sums + 3 * width * 2,
     }[part]
     return size + stages * SLOT + 512
 
@@ -254,14 +261,14 @@ def _launch(
 
 
 def mlp_forward_raw(
-    h_NC: Tensor, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor, kept: Tensor, join: Join,
+    h_NC: Tensor, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor, kept: Tensor, a_NF: Tensor, join: Join,
     *, gelu: GeluKind, config: Config | None = None,
 ) -> None:  # fmt: skip
-    """u = h Wupᵀ + b, z = gelu(u) Wdownᵀ, then the join. Writes `kept` (u; see `kept_shape`) and the join's results.
+    """u = h Wupᵀ + b, a = gelu(u), z = a Wdownᵀ, then the join. Writes gelu'(u), a, and the join's results.
 
     Args:
         h_NC, up_FC, up_bias_F, down_CF: bf16 or fp16, contiguous; C one of `WIDTHS`, F a multiple of 8.
-        kept: written; of the same dtype.
+        kept, a_NF: written; see `hidden`.
         join: what follows; its branch bias is Wdown's.
         gelu: "exact" or "tanh".
         config: how the work is divided; None for `choose`.
@@ -277,8 +284,8 @@ def mlp_forward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), up_bias_F,
-        join.branch_bias_C, kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
+        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), _panel_map(a_NF), up_bias_F, join.branch_bias_C,
+        kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
     size = smem("mlp_forward", C, config, config.stages, F)
@@ -286,17 +293,17 @@ def mlp_forward_raw(
 
 
 def mlp_backward_raw(
-    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, a_NF: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
-    join: JoinGradient, *, gelu: GeluKind, config: Config | None = None,
+    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
+    join: JoinGradient, *, config: Config | None = None,
 ) -> None:  # fmt: skip
-    """From the gradient of z to du, a (made anew), and through the join before the MLP.
+    """From the gradient of z to du, and through the join before the MLP.
 
     Args:
         dz_NC: gradient of the branch's output. `kept`: the forward pass's.
-        a_NF, du_NF: written: gelu(u), and the gradient of u.
+        du_NF: written: the gradient of u.
         du_sums_PF: fp32, `inner_partial_rows` rows, written: partial column sums of du; None where no bias wants them.
         join: the join whose h the MLP read.
-        gelu, config: as in the forward pass.
+        config: as in the forward pass.
     """
     N, C = dz_NC.shape
     F = up_FC.shape[0]
@@ -305,12 +312,11 @@ def mlp_backward_raw(
     macros = {
         **tile_macros(C, dz_NC.dtype, config),
         **gradient_macros(join),
-        "GELU_TANH": int(gelu == "tanh"),
         "UP_BIAS": int(du_sums_PF is not None),
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(a_NF), _panel_map(du_NF), kept,
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(du_NF), kept,
         du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
