@@ -1,8 +1,14 @@
-"""Records for the goals: several workloads start together, then take turns; one JSON of records, a line each printed.
+"""Benchmark records: the rows of a wave start together and are timed one at a time; a line each printed.
 
-RIDGELINE_REVISION=… PYTHONPATH=src OUT=$OUT python dev/gpu/goals_gpu.py hal-20m gpt2-c256 [hal-5m fast-c256]
+    RIDGELINE_REVISION=… PYTHONPATH=src OUT=$OUT python dev/gpu/goals_gpu.py [SECONDS] ROW… [-- ROW…]…
+
+The next wave starts when all rows of one are done. A row of a workload that an earlier row measured becomes a further
+group of its record. SECONDS (default 150 a wave) ends it: a wave that would have less than 35 is left out, and what is
+not built by its share of the time records that. `warm` as a row compiles hal-20m's rungs at a small batch, beside the
+others. Records are in $OUT/bench_records.json after each row: the keys are file names for benchmarks/results.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -13,43 +19,77 @@ from pathlib import Path
 import torch
 
 from ridgeline.bench import run
+from ridgeline.bench.nvml import merged
 from ridgeline.bench.plan import Plan
+from ridgeline.bench.processes import Team
 from ridgeline.bench.ratios import over_pytorch
 from ridgeline.bench.run import run_bench
 from ridgeline.bench.workloads import workload
+from ridgeline.models.rungs import RUNGS
 from ridgeline.records import write_record
 
-OUT = Path(os.environ.get("OUT", "/tmp"))
-PAIR = "best,compile+graph"
-ROWS = {  # sizes, contenders, steps of a turn, steps whose phases are measured
-    "hal-20m": ({}, "best,compile+graph:explicit", 8, 3),
-    "hal-5m": ({}, PAIR, 15, 3),
-    "gpt2-c256": ({}, PAIR, 40, 3),
-    "fast-c256": ({}, PAIR, 40, 3),
-    "gpt2-c256-512": ({"batch": 512}, PAIR, 12, 0),
-    "fast-c256-512": ({"batch": 512}, PAIR, 12, 0),
-    "gpt2-c256-2048": ({"batch": 4, "context": 2048}, PAIR, 30, 0),
-    "fast-c256-2048": ({"batch": 4, "context": 2048}, PAIR, 30, 0),
-    "gpt2-c256-fp32": ({"precision": "fp32"}, PAIR, 15, 0),
-    "fast-c256-fp32": ({"precision": "fp32"}, PAIR, 15, 0),
-    **{
-        f"{name}-t{context}": ({"batch": 8192 // context, "context": context}, PAIR, 30, 0)
-        for name in ("gpt2-c256", "fast-c256")
-        for context in (128, 512, 1024)
-    },
-    "gpt2-124m": ({}, PAIR, 8, 3),
-}
-asked = sys.argv[1:] or ["hal-20m", "gpt2-c256"]
-turn, gate, waiting, written = threading.Lock(), threading.Condition(), set(asked), {}
+OUT, CARD = Path(os.environ.get("OUT", "/tmp")), torch.device("cuda:0")
+PAIR, PYTORCH = "best,compile+graph", "eager,compile,graph,reduce-overhead,max-autotune"
+ALL_RUNGS = ",".join(RUNGS)
+LEAST_S, SHORT_TURN_S = 35, 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Sizes, contenders, steps of a turn, steps whose phases are measured, steps profiled, rounds."""
+
+    sizes: dict = dataclasses.field(default_factory=dict)
+    contenders: str = PAIR
+    steps: int = 30
+    phases: int = 0
+    profile: int = 0
+    rounds: int = 4
+
+
+def rows():
+    """By name; what stands before a colon or a size is the workload."""
+    small = {"rounds": 2, "phases": 2}
+    found = {
+        "hal-20m": Row(contenders="best,compile+graph:explicit", steps=8, phases=3),
+        "hal-5m": Row(steps=15, phases=3),
+        "gpt2-c256": Row(steps=40, phases=3),
+        "fast-c256": Row(steps=40, phases=3),
+        "gpt2-124m": Row(steps=8, phases=3),
+        # a card holds about five of hal-20m's contenders, so its ladder is in groups
+        "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit,compile,reduce-overhead", 4, **small),
+        "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, **small),
+        "hal-20m:foot": Row({}, f"{PAIR},eager,m0", 3, profile=1, **small),
+        "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **small),
+        "hal-20m:singles": Row({}, f"{PAIR},m2,m2+zero_fill,m2+reuse,m2+capture,r16-lanes", 4, rounds=2),
+        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute", 6, profile=1, **small),
+        "hal-5m:pytorch": Row({}, f"{PAIR},{PYTORCH}", 6, **small),
+    }
+    for name in ("gpt2-c256", "fast-c256"):
+        found[f"{name}:all"] = Row({}, f"{PAIR},{PYTORCH},{ALL_RUNGS}", 30, **small)
+        found[f"{name}-512"] = Row({"batch": 512}, steps=12)
+        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048})
+        found[f"{name}-fp32"] = Row({"precision": "fp32"}, steps=15)
+        for context in (128, 512, 1024):
+            found[f"{name}-t{context}"] = Row({"batch": 8192 // context, "context": context})
+    return found
+
+
+ROWS = rows()
+turn, gate, written = threading.Lock(), threading.Condition(), {}
+waiting: set = set()
 start, turns, look = run._Bench._start, run._Bench._turns, run._Bench._look_inside
 
 
-def arrive(key):
+def name_of(key):
+    return next(n for n in ("gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m") if key.startswith(n))
+
+
+def arrive(key, limit_s=150):
     """Nobody is timed while another still compiles or warms up; one that fails holds nobody up."""
     with gate:
         waiting.discard(key)
         gate.notify_all()
-        gate.wait_for(lambda: not waiting, 150)
+        gate.wait_for(lambda: not waiting, limit_s)
 
 
 def started(self, *given):
@@ -69,20 +109,52 @@ def locked(method):
 run._Bench._start, run._Bench._turns, run._Bench._look_inside = started, locked(turns), locked(look)
 
 
-def one(key):
-    sizes, contenders, steps, phases = ROWS[key]
-    name = next(n for n in ("gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m") if key.startswith(n))
+def joined(before, record):
+    """Two records of one workload as one: the groups of the later behind those of the earlier."""
+    run._check_alike(before, record)
+    shift = 1 + max(c.group for c in before.contenders)
+    later = [dataclasses.replace(c, group=c.group + shift) for c in record.contenders]
+    return dataclasses.replace(
+        record, contenders=[*before.contenders, *later], clocks=merged(before.clocks, record.clocks)
+    )
+
+
+def keep(record):
+    info = record.workload
+    stem = f"bench-{info.name}-b{info.batch}-t{info.context}-{info.precision}"
+    if stem in written:
+        record = joined(written[stem], record)
+    written[stem] = record
+    values = {}
+    for stem, each in written.items():
+        file = write_record(each, OUT / f"{each.date[:10]}-{stem}.json")
+        values[file.name] = json.loads(file.read_text())
+        file.unlink()
+    (OUT / "bench_records.json").write_text(json.dumps(values))
+
+
+def told(c):
+    if c.error:
+        return f"{c.name}: {c.error[:110]}"
+    groups = c.groups_ms_per_layer or {}
+    sums = [sum(v for k, v in groups.items() if k.startswith(p)) for p in ("forward", "backward")]
+    untold = sum(v for k, v in groups.items() if k.endswith("not told"))
+    layer = " (%.2f+%.2f, ? %.3f)" % (*sums, untold) if groups else ""
+    return f"{c.name} {c.step_ms:.4g}±{100 * c.spread:.0f}%{layer}"
+
+
+def one(key, build_s):
+    row = ROWS[key]
     try:
-        case = workload(name, **sizes)
-        plan = Plan(rounds=4, steps=steps, turn_s=0.25, warm_s=2, build_s=130, phases=phases, profile=0, together=True)
-        record = run_bench(case, contenders.split(","), torch.device("cuda:0"), plan)
-        stem = f"{record.date[:10]}-bench-{name}-b{case.batch}-t{case.context}-{case.precision}"
-        file = write_record(record, Path("/tmp") / f"{stem}.json")
+        case = workload(name_of(key), **row.sizes)
+        plan = Plan(
+            rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=build_s, phases=row.phases,
+            profile=row.profile, together=True,
+        )  # fmt: skip
+        record = run_bench(case, row.contenders.split(","), CARD, plan)
         with turn:
-            written[file.name] = json.loads(file.read_text())
-            (OUT / "bench_records.json").write_text(json.dumps(written))
-            said = [f"{c.name} {c.error or f'{c.step_ms:.4g}±{100 * c.spread:.0f}%'}" for c in record.contenders]
-            print(key, *said, over_pytorch(record), flush=True)
+            keep(record)
+            print(key, *map(told, record.contenders), over_pytorch(record), sep="  ", flush=True)
     except Exception as error:
         print(key, type(error).__name__, str(error)[:200], flush=True)
     finally:
@@ -91,10 +163,43 @@ def one(key):
             gate.notify_all()
 
 
-began = time.time()
-threads = [threading.Thread(target=one, args=(key,), name=key) for key in asked]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-print(f"{time.time() - began:.0f} s")
+def warm(build_s):
+    """The rungs of hal-20m at a small batch: their kernels are then in Triton's cache."""
+    plan = Plan(rounds=2, steps=2, warm_s=0, build_s=build_s, together=True)
+    teams = [Team(workload("hal-20m", batch=16), name, CARD, plan, 1) for name in RUNGS]
+    end = time.monotonic() + build_s
+    for team in teams:
+        team.wait(max(0.0, end - time.monotonic()))
+        print("warm", team.name, team.error[:100], flush=True)
+        team.close()
+    with gate:
+        waiting.discard("warm")
+        gate.notify_all()
+
+
+def main(arguments):
+    seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
+    waves = [wave.split() for wave in " ".join(arguments or ["hal-20m", "gpt2-c256"]).split(" -- ")]
+    began = time.time()
+    end = began + (seconds or 150 * len(waves))
+    for wave in waves:
+        left = end - time.time()
+        if left < LEAST_S:
+            print("no time for", *wave, flush=True)
+            continue
+        build_s = min(130, 0.65 * left)
+        waiting.update(wave)
+        threads = [
+            threading.Thread(target=warm if key == "warm" else one, args=(build_s,) if key == "warm" else (key, build_s), name=key)
+            for key in wave
+        ]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(1.0, end + 20 - time.time()))
+        print(f"--- {time.time() - began:.0f} s", flush=True)
+    os._exit(0)  # a row that hangs holds nothing up
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

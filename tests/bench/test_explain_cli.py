@@ -36,6 +36,7 @@ def test_doctor_prints_a_report_or_json(capsys: pytest.CaptureFixture[str]) -> N
         (["explain", "hal-20m", "--measure"], "--measure profiles real steps on a CUDA card"),
         (["explain", "hal-20m", "--measure", "--device", "h200"], "leave out --device"),
         (["explain", "hal-20m", "--device", "h200", "--engine", "eager"], "add --measure"),
+        (["explain", "hal-20m", "--device", "h200", "--out", "records"], "add --measure"),
         (["doctor", "hal"], "unknown preset 'hal'"),
     ],
 )

@@ -1,12 +1,14 @@
 """Mapping kernels to ops: every product of a real step on the CPU, what torch.compile names, and what nobody knows."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
 
+from ridgeline.bench import measure as measuring
 from ridgeline.bench.contenders import build_step, find_contender
 from ridgeline.bench.explain import explain, preset_case
 from ridgeline.bench.kernel_map import COPIES, UNMAPPED, KernelMap
@@ -16,12 +18,13 @@ from ridgeline.bench.nvml import Clocks, course
 from ridgeline.bench.timing import Timing
 from ridgeline.bench.trace import Kernel, occupation, read_trace
 from ridgeline.bench.workloads import Workload, random_batch
+from ridgeline.cli import main
 from ridgeline.cost import Phase
 from ridgeline.errors import UnsupportedError
 from ridgeline.hardware import card
 from ridgeline.models import Category, DecoderConfig, Head, LanguageConfig, ModelConfig, PolicyConfig
 from ridgeline.presets import preset
-from ridgeline.records import Record, to_json
+from ridgeline.records import Record, read_record, to_json
 
 B, T, L = 3, 20, 2
 POLICY = PolicyConfig(
@@ -248,6 +251,7 @@ def measured() -> MeasureResult:
     rows, unmapped = tabulate(kernels, explained, 2, case.model)
     return MeasureResult(
         explained=explained,
+        card="NVIDIA H200",
         engine="compile",
         timing=Timing(74.4, 0.01, 20),
         rows=rows,
@@ -307,6 +311,21 @@ def test_json_record_and_table() -> None:
     assert "phase not told" in text
     assert "MFU 22.0%, 1.03 TB/s (21% of the bandwidth); its floor" in text
     assert "unmapped" in text
+
+
+def test_a_measured_step_leaves_a_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(measuring, "measure_preset", lambda preset, **options: measured())
+    assert main(["explain", "hal-20m", "--measure", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.rglob("*.json")
+    assert file.parent.name == "nvidia-h200"
+    assert file.name.endswith("-explain-hal-20m-b512-t256-bf16.json")
+    assert read_record(file).kind == "explain"
+    assert str(file) in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["explain", "hal-20m", "--measure", "--out", str(tmp_path / "file")]) == 2
+    assert "choose another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [150, 80, 60, 41])

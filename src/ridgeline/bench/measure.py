@@ -58,6 +58,7 @@ class MeasureResult:
 
     Attributes:
         explained: the accounting of the same step.
+        card: as the driver calls it.
         engine: how the step was run.
         timing: of the step without a profiler.
         rows: measured beside floor.
@@ -70,6 +71,7 @@ class MeasureResult:
     """
 
     explained: ExplainResult
+    card: str
     engine: str
     timing: Timing
     rows: tuple[MeasuredRow, ...]
@@ -176,7 +178,7 @@ class MeasureResult:
             kind="explain",
             date=datetime.now(UTC).isoformat(timespec="seconds"),
             git=git_revision(),
-            card=self.explained.spec.name,
+            card=self.card,
             gpus=1,
             versions=self.circumstances,
             clocks=self.clocks,
@@ -305,6 +307,7 @@ def measure_preset(
     rows, unmapped = tabulate(kernels, explained, steps, case.model)
     return MeasureResult(
         explained=explained,
+        card=torch.cuda.get_device_name(device),
         engine=engine,
         timing=timing,
         rows=rows,

@@ -1,4 +1,4 @@
-"""What `ridgeline bench` measures unless it is told otherwise."""
+"""What `ridgeline bench` measures unless it is told otherwise, and where records go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from ridgeline.bench.contenders import CONTENDERS
 from ridgeline.bench.workloads import Workload
-from ridgeline.records import Record
+from ridgeline.errors import ConfigError
+from ridgeline.records import Record, write_record
 
 CPU = ("eager", "compile")
 
@@ -24,7 +25,7 @@ def usual_contenders(case: Workload, device: torch.device) -> list[str]:
 
 
 def record_file(record: Record, folder: str | Path) -> Path:
-    """A file for the record that is not there yet: FOLDER/CARD/DATE-bench-WORKLOAD-bB-tT-PRECISION.json."""
+    """A file for the record that is not there yet: FOLDER/CARD/DATE-KIND-WORKLOAD-bB-tT-PRECISION.json."""
     info = record.workload
     assert info is not None
     card = re.sub(r"[^a-z0-9]+", "-", record.card.lower()).strip("-")
@@ -35,3 +36,16 @@ def record_file(record: Record, folder: str | Path) -> Path:
         number += 1
         file = file.with_name(f"{stem}-{number}.json")
     return file
+
+
+def store(record: Record, file: Path) -> Path:
+    """Write a record to where an option --out says.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    try:
+        return write_record(record, file)
+    except OSError as error:
+        reason = f"{file} cannot be written: {error.strerror}; choose another folder with --out"
+        raise ConfigError(reason) from error

@@ -14,13 +14,13 @@ from tyro.conf import Positional, arg
 
 from ridgeline.bench.plan import CPU_PLAN, Plan
 from ridgeline.bench.run import check_run, run_bench
-from ridgeline.bench.usual import record_file, usual_contenders
+from ridgeline.bench.usual import record_file, store, usual_contenders
 from ridgeline.bench.view import table
 from ridgeline.bench.workloads import Workload, vary, workload
 from ridgeline.cli.output import Flag, parse
 from ridgeline.errors import ConfigError, nearest
 from ridgeline.hardware import PRECISIONS
-from ridgeline.records import Record, read_record, to_json, write_record
+from ridgeline.records import Record, read_record, to_json
 from ridgeline.train.config import AUTO
 from ridgeline.train.engines import find_device, find_precision
 
@@ -147,11 +147,7 @@ def _measure(
     def keep(record: Record) -> None:
         if not place:
             place.append(record_file(record, options.out))
-        try:
-            write_record(record, place[0])
-        except OSError as error:
-            reason = f"{place[0]} cannot be written: {error.strerror}; choose another folder with --out"
-            raise ConfigError(reason) from error
+        store(record, place[0])
 
     record = run_bench(case, names, device, plan, gpus=gpus, onto=onto, keep=keep, say=_say)
     return place[0], record

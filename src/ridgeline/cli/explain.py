@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,6 +13,7 @@ from tyro.conf import Positional, arg
 
 from ridgeline.bench.explain import explain_preset
 from ridgeline.bench.explain_view import render
+from ridgeline.bench.usual import record_file, store
 from ridgeline.cli.output import Flag, parse
 from ridgeline.errors import ConfigError
 
@@ -31,6 +33,7 @@ class Options:
         accumulation: parts into which a batch is cut; without it the preset's.
         measure: run the step on the CUDA card that is here, profile it, and set measured times beside the floors.
         engine: how the measured step is run: eager, compile, graph, compile+graph, best, …; without it compile.
+        out: folder of records, for one of the measured step that `ridgeline report` draws; without it none is kept.
         json: print one JSON object as the last line.
     """
 
@@ -43,6 +46,7 @@ class Options:
     accumulation: int | None = None
     measure: Flag = False
     engine: str | None = None
+    out: str | None = None
     json: Flag = False
 
 
@@ -53,6 +57,8 @@ def run(arguments: Sequence[str]) -> int:
         return _measure(options)
     if options.engine is not None:
         raise ConfigError("--engine says how a measured step is run; add --measure")
+    if options.out is not None:
+        raise ConfigError("--out keeps the record of a measured step; add --measure")
     result = explain_preset(
         options.preset,
         device=options.device,
@@ -88,4 +94,7 @@ def _measure(options: Options) -> int:
     else:
         Console().print(render(result.explained))
         Console().print(render_measured(result))
+    if options.out is not None:
+        record = result.to_record()
+        print(f"→ {store(record, record_file(record, options.out))}", file=sys.stderr)
     return 0
