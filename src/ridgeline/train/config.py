@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 
@@ -81,6 +82,8 @@ class TrainConfig:
         window: what a training window is.
         batch: windows in an optimisation step, over all processes that train together.
         accumulation: parts into which a step's batch is cut to save memory; must divide `batch`.
+        stages: short windows or small batches first: (share of the steps at which it ends, batch, context) of each
+            stage before the last, which has `batch` and `window.context`.
         lanes: pieces of a part that run beside each other; 0 to measure, on a card, whether one or two are faster.
         optimizer: AdamW, schedule and clipping.
         precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
@@ -107,6 +110,7 @@ class TrainConfig:
     window: WindowSpec
     batch: int
     accumulation: int = 1
+    stages: tuple[tuple[float, int, int], ...] = ()
     lanes: int = 0
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: str = AUTO
@@ -150,6 +154,20 @@ class TrainConfig:
                 f"window.context={self.window.context} is longer than the model's context={context}; "
                 "shorten the window or raise model.decoder.context"
             )
+        self._check_stages(context)
+
+    def _check_stages(self, longest: int) -> None:
+        if self.stages and self.steps is None:
+            raise ConfigError("stages are shares of a number of steps; set steps, or leave the stages out")
+        shares = [0.0, *(share for share, _, _ in self.stages), 1.0]
+        if any(one >= other for one, other in itertools.pairwise(shares)):
+            raise ConfigError(f"the shares of stages must rise between 0 and 1, got {shares[1:-1]}")
+        for _, batch, context in self.stages:
+            if batch < 1 or batch % self.accumulation or not 1 <= context <= longest:
+                raise ConfigError(
+                    f"a stage needs a batch that accumulation={self.accumulation} divides and a context from 1 to "
+                    f"{longest}, got {batch} and {context}"
+                )
 
     def _check_names(self) -> None:
         for name, known in (
@@ -167,7 +185,7 @@ class TrainConfig:
 
     @property
     def step_tokens(self) -> int:
-        """Positions that one optimisation step learns from."""
+        """Positions that one optimisation step learns from, in the last stage."""
         return self.batch * self.window.context
 
     @property

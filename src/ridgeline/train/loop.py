@@ -18,8 +18,7 @@ from torch import Tensor
 from ridgeline import checkpoint
 from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.api import load_dataset
-from ridgeline.data.loader import Batches, Validation
-from ridgeline.data.resident import ResidentBatches
+from ridgeline.data.loader import Validation
 from ridgeline.engine import Replicas, TrainStep
 from ridgeline.engine.distributed import together
 from ridgeline.errors import ConfigError, DivergedError
@@ -29,13 +28,14 @@ from ridgeline.optim import learning_rate
 from ridgeline.train import state, words
 from ridgeline.train.by_head import HeadScores
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import build_model, find_device, make_step, resident_batches
+from ridgeline.train.engines import build_model, find_device, make_step
 from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
 from ridgeline.train.lanes import settle_lanes
 from ridgeline.train.meter import meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, check_trackers, make_trackers
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import to_dict
+from ridgeline.train.stages import Course, tokens_until
 from ridgeline.train.state import Progress
 from ridgeline.train.validate import validate
 
@@ -170,19 +170,15 @@ class _Run:
         self.device = torch.device(config.device)
         check_trackers(config.track)
         world, rank = replicas.world, replicas.rank
-        self.batches = Batches(data, config.window, batch=config.batch, seed=config.seed, rank=rank, world=world)
-        if self.batches.share % config.accumulation:
-            raise ConfigError(
-                f"accumulation={config.accumulation} does not divide the {self.batches.share} windows of a process"
-            )
+        self.course = Course(config, data, rank=rank, world=world)
         part = config.batch // config.accumulation
         self.validation = Validation(data, config.window, batch=part, rank=rank, world=world)
-        self.config, self._lanes = settle_lanes(config, self.batches, world)
+        self.config, self._lanes = settle_lanes(config, self.course.last, world)
         torch.manual_seed(config.seed + rank)  # masks that do not come from the step's own counter
         self.model = build_model(self.config)
         self.step = make_step(self.model, self.config, world=world)
         self.progress = Progress()
-        self.resident: ResidentBatches | None = None
+        self._setup = 0.0
         self._batch: dict[str, Tensor] | None = None
         self.file: MetricsFile | None = None
         self.trackers: list[Tracker] = []
@@ -191,7 +187,8 @@ class _Run:
 
     def restore(self, saved: Checkpoint) -> None:
         """Take up the state of a checkpoint."""
-        self.progress = state.restore(saved, self.config, self.model, self.step, self.batches)
+        self.course.enter(state.progress_of(saved).step)
+        self.progress = state.restore(saved, self.config, self.model, self.step, self.course.batches)
         if self.replicas.rank:  # the checkpoint holds the first process' generators
             torch.manual_seed((self.config.seed + self.replicas.rank + 1_000_003 * self.progress.step) % 2**63)
         before, now = saved.meta["threads"], torch.get_num_threads()
@@ -222,8 +219,6 @@ class _Run:
             state.write_config(folder, config)
             self.trackers = make_trackers(config.track, folder, done, to_dict(config))
             self.file = MetricsFile(folder, done)
-        if self.batches.position == done * config.batch:  # which the card draws by the number of the step
-            self.resident = resident_batches(config, self.step, self.batches)
         self.console.print(words.introduction(config, self.model, self.replicas.world, self._lanes), highlight=False)
         bereaved = nullcontext() if self.replicas.world == 1 else last_words(words.bereaved(config, self.replicas.rank))
         try:
@@ -242,6 +237,9 @@ class _Run:
     def _loop(self, interrupt: Interrupt, *, fresh: bool) -> None:
         if fresh:
             self._save()
+        started = time.perf_counter()
+        self.course.settle(self.config, self.step, self.progress.step)
+        self._setup = time.perf_counter() - started
         over = self._over(interrupt)
         while not over:
             self._advance()
@@ -261,25 +259,27 @@ class _Run:
 
     def _advance(self) -> None:
         """One step."""
-        config, progress = self.config, self.progress
+        config, progress, course = self.config, self.progress, self.course
         started = time.perf_counter()
         if config.minutes is not None:
             self.step.set_rate(learning_rate(config.optimizer, progress.step, self.share))
-        if self.resident is not None and isinstance(self.step, TrainStep):
-            self.step(self.resident)
-            self.batches.skip()
+        if course.resident is not None and isinstance(self.step, TrainStep):
+            self.step(course.resident)
+            course.batches.skip()
         else:
             # no step keeps the batch's memory, and fresh memory costs more than the gather
-            self._batch = self.batches.next(self._batch)
+            self._batch = course.batches.next(self._batch)
             self.step(self._batch)
         progress.step += 1
-        progress.tokens += config.step_tokens
+        progress.tokens += course.stage.batch * course.stage.context
+        if course.enter(progress.step):
+            self._batch = None
         looks = started - self._read_at >= READ_SECONDS or progress.step - self._read >= READ_STEPS
         if looks or any(self._due()):
             first = self._read_at == 0.0
             self._look(started)
             if first and isinstance(self.step, TrainStep) and self.device.type == "cuda":
-                told = words.first_step(self.step, self.resident, time.perf_counter() - started)
+                told = words.first_step(self.step, course.resident, self._setup + time.perf_counter() - started)
                 self.console.print(told, highlight=False)
         else:
             progress.seconds += time.perf_counter() - started
@@ -306,7 +306,7 @@ class _Run:
         for entry in entries:
             done = entry.step + 1
             values = {"loss": entry.loss, "grad_norm": entry.norm, "lr": entry.lr}
-            self._record(done, values, tokens=done * self.config.step_tokens)
+            self._record(done, values, tokens=tokens_until(self.config, done))
             progress.train_loss = entry.loss
         self._flush()
         self._read, self._read_at = progress.step, now
@@ -367,7 +367,7 @@ class _Run:
         if self.replicas.rank:
             return
         for name in (state.LAST, state.BEST) if better else (state.LAST,):
-            state.save(self.folder / name, self.config, progress, self.model, self.step, self.batches, self.data)
+            state.save(self.folder / name, self.config, progress, self.model, self.step, self.course.batches, self.data)
 
     def _finish(self, *, interrupted: bool) -> None:
         if self._read < self.progress.step:

@@ -262,4 +262,7 @@ def check_resumable(saved: Checkpoint, config: TrainConfig) -> None:
         return {key: value for key, value in settings.items() if key not in FREE}
 
     # read as a config first: settings that an earlier version did not have are what they are by default
-    checkpoint.check_config(bound(to_dict(config_to_resume(saved))), bound(to_dict(config)))
+    before = config_to_resume(saved)
+    checkpoint.check_config(bound(to_dict(before)), bound(to_dict(config)))
+    if config.stages and config.steps != before.steps:
+        raise CheckpointError(f"stages are shares of the run's {before.steps} steps, which cannot change; keep --steps")
