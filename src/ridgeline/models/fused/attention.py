@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.choices import split_heads
-from ridgeline.ops.attention import short
+from ridgeline.ops.attention import float32, short
 from ridgeline.ops.attention.reference import attention_reference
 from ridgeline.ops.dropout import DropoutState
 
@@ -95,6 +95,18 @@ class TiledAttention(KernelAttention):
         return dqkv_NQ.sum(0, keepdim=True, dtype=torch.float32) if bias else None
 
 
+class FloatAttention(KernelAttention):
+    """The short-window kernels in fp32: no relative term, no dropout."""
+
+    def _forward(self, out_BTHD: Tensor) -> None:
+        float32.forward(*self.heads, out_BTHD, self.lse_BHT, scale=self.scale)
+
+    def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
+        without_table = (x for n, x in enumerate(tensors) if n not in (4, 10))
+        float32.backward(*without_table, scale=self.scale)
+        return dqkv_NQ.sum(0, keepdim=True) if bias else None
+
+
 class ReferenceAttention:
     """Explicit attention, differentiated by autograd: any shape, any device, slow."""
 
@@ -125,6 +137,7 @@ class ReferenceAttention:
 AttentionStep = KernelAttention | ReferenceAttention
 ATTENTION: dict[str, type[KernelAttention] | type[ReferenceAttention]] = {
     "cuda": KernelAttention,
+    "cuda-fp32": FloatAttention,
     "triton": TiledAttention,
     "reference": ReferenceAttention,
 }

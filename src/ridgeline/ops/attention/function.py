@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention import short
+from ridgeline.ops.attention import float32, short
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:
@@ -88,3 +88,26 @@ class ShortWindow(torch.autograd.Function):
         )  # fmt: skip
         d_table = None if d_table_RD is None else d_table_RD.to(table_RD.dtype)
         return dq_BTHD, dk_BTGD, dv_BTGD, d_table, None, None
+
+
+class FloatWindow(torch.autograd.Function):
+    """The CUDA C++ kernels for short windows in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float) -> Tensor:
+        B, T, H, _ = q_BTHD.shape
+        (out_BTHD,) = _like(q_BTHD)
+        lse_BHT = torch.empty(B, H, T, device=q_BTHD.device)
+        float32.forward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, scale=scale)
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT)
+        ctx.scale = scale
+        return out_BTHD
+
+    @staticmethod
+    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT = ctx.saved_tensors
+        gradients = _like(q_BTHD, k_BTGD, v_BTGD)
+        float32.backward(
+            d_out_BTHD.contiguous(), q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, *gradients, scale=ctx.scale
+        )
+        return *gradients, None

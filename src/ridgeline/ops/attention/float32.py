@@ -1,0 +1,108 @@
+"""Attention in IEEE fp32 over short windows (T ≤ 256, head width 32) in CUDA C++: launches into given buffers.
+
+A head lies whole in one thread block's shared memory, as in short.py, but its products run on the ordinary lanes: the
+tensor cores have no fp32. On an H200 ahead of PyTorch's kernels, whose tiles are made for longer windows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.linear.reduce import Job, reduce_raw
+
+LONGEST, WIDTH = 256, 32
+_SOURCE = Path(__file__).parent / "cuda" / "float32.cu"
+_TILE, _SQUARE = 4 * LONGEST * (WIDTH + 4), 4 * 16 * 72  # bytes, as in the kernels
+FORWARD_SMEM = 3 * _TILE + 16 * _SQUARE
+BACKWARD_SMEM = 4 * _TILE + 8 * _SQUARE + 4 * 64 * (WIDTH + 4) + 8 * LONGEST
+
+
+def unsupported(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None) -> str | None:
+    """Why these inputs are not for these kernels, or None."""
+    _, T, _, D = q_BTHD.shape
+    if q_BTHD.device.type != "cuda":
+        return f"needs CUDA tensors, got device {q_BTHD.device}"
+    if torch.cuda.get_device_capability(q_BTHD.device)[0] not in (9, 10):  # cards with 227 KB a thread block
+        return f"needs {BACKWARD_SMEM} bytes of shared memory a thread block: compute capability 9.0 or 10.0"
+    if q_BTHD.dtype != torch.float32:
+        return f"takes float32, got {q_BTHD.dtype}"
+    if not 2 <= T <= LONGEST or D != WIDTH:
+        return f"takes T from 2 to {LONGEST} and head width {WIDTH}, got T = {T} and head width {D}"
+    if table_RD is not None:
+        return "has no relative term"
+    for name, x in (("q", q_BTHD), ("k", k_BTGD), ("v", v_BTGD)):
+        if (reason := misplaced(name, x)) is not None:
+            return reason
+    if k_BTGD.stride() != v_BTGD.stride():
+        return f"needs k and v of one row pitch, got strides {k_BTGD.stride()} and {v_BTGD.stride()}"
+    return None
+
+
+def misplaced(name: str, x_BTHD: Tensor) -> str | None:
+    """Why a tensor is not rows of neighbouring heads whose samples follow each other, aligned to 16 bytes, or None."""
+    _, T, _, D = x_BTHD.shape
+    pitch = x_BTHD.stride(1)
+    if x_BTHD.stride() == (T * pitch, pitch, D, 1) and pitch % 4 == 0 and x_BTHD.data_ptr() % 16 == 0:
+        return None
+    return f"needs {name} as rows of neighbouring heads, strides (T·pitch, pitch, {D}, 1), got {x_BTHD.stride()}"
+
+
+def forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, out_BTHD: Tensor, lse_BHT: Tensor, *, scale: float) -> None:
+    """Attention's output and the log-sum-exp (natural) of each row's scaled scores; all fp32.
+
+    Args:
+        q_BTHD, k_BTGD, v_BTGD: as `unsupported` says.
+        out_BTHD: laid out as `misplaced` says.
+        lse_BHT: contiguous.
+        scale: of the scores.
+    """
+    B, T, H, _ = q_BTHD.shape
+    share = H // k_BTGD.shape[2]
+    cuda.load(_SOURCE).kernel("attention_forward_float", "PPPPPiiiiiif").launch(
+        (B * H,), 512, FORWARD_SMEM,
+        (q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, T, H, share, q_BTHD.stride(1), k_BTGD.stride(1),
+         out_BTHD.stride(1), scale),
+    )  # fmt: skip
+
+
+def backward(
+    d_out_BTHD: Tensor,
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    out_BTHD: Tensor,
+    lse_BHT: Tensor,
+    dq_BTHD: Tensor,
+    dk_BTGD: Tensor,
+    dv_BTGD: Tensor,
+    *,
+    scale: float,
+) -> None:
+    """All gradients of `forward`, in a fixed order of summation.
+
+    Args:
+        d_out_BTHD: gradient of the output, laid out as out_BTHD.
+        q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT: as in `forward`.
+        dq_BTHD, dk_BTGD, dv_BTGD: gradients, laid out as `misplaced` says, dk and dv with one pitch.
+        scale: as in `forward`.
+    """
+    B, T, H, D = q_BTHD.shape
+    G = k_BTGD.shape[2]
+    share, N = H // G, B * T
+    dk, dv, part = dk_BTGD, dv_BTGD, 0
+    if share > 1:
+        parts_SBTGD = torch.empty(share, 2, B, T, G, D, device=q_BTHD.device)
+        dk, dv, part = parts_SBTGD[0, 0], parts_SBTGD[0, 1], parts_SBTGD.stride(0)
+    cuda.load(_SOURCE).kernel("attention_backward_float", "PPPPPPPPPqiiiiiiiif").launch(
+        (B * H,), 256, BACKWARD_SMEM,
+        (q_BTHD, k_BTGD, v_BTGD, out_BTHD, d_out_BTHD, lse_BHT, dq_BTHD, dk, dv, part, T, H, share, q_BTHD.stride(1),
+         k_BTGD.stride(1), out_BTHD.stride(1), dq_BTHD.stride(1), dk.stride(1), scale),
+    )  # fmt: skip
+    if share > 1:
+        pitch = dk_BTGD.stride(1)
+        rows = [x.as_strided((N, G * D), (pitch, 1)) for x in (dk_BTGD, dv_BTGD)]
+        reduce_raw([Job(parts_SBTGD[:, n].view(share, N, G * D), row) for n, row in enumerate(rows)])
