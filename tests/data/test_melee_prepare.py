@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from ridgeline.data import shards
 from ridgeline.data.api import load_dataset, prepare_melee
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.melee import store as store_module
+from ridgeline.data.melee import take
 from ridgeline.data.melee.replay import read_replay
 from ridgeline.data.order import Order
 from ridgeline.data.window import WindowSpec
@@ -157,6 +159,30 @@ def test_the_first_label_of_a_window_does_not_depend_on_where_it_starts(prepared
 def test_the_number_of_processes_does_not_matter(folder, prepared, tmp_path):
     prepare_melee(folder, tmp_path / "x", processes=1)
     assert load_dataset(tmp_path / "x").fingerprint == prepared[1].fingerprint
+
+
+def dying_read(task):
+    """As if the parser died over the truncated file each time, and over another one the first time only."""
+    file = Path(task[0])
+    if file.name == replays.TRUNCATED.name:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if file.name == replays.CPU.name and not (mark := file.with_suffix(".mark")).exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take.read(task)
+
+
+@needs_replays
+def test_a_replay_that_kills_its_reader_is_refused(folder, prepared, tmp_path, monkeypatch):
+    monkeypatch.setattr("ridgeline.data.melee.prepare.read", dying_read)
+    report = prepare_melee(folder, tmp_path / "x", processes=2)
+    reasons = {Path(entry["file"]).name: entry["reason"] for entry in report["refused"]}
+    assert reasons.pop(replays.TRUNCATED.name) == "the process that read it died (exit code -11)"
+    before = {Path(entry["file"]).name: entry["reason"] for entry in prepared[0]["refused"]}
+    del before[replays.TRUNCATED.name]
+    assert reasons == before
+    assert load_dataset(tmp_path / "x").fingerprint == prepared[1].fingerprint
+    (folder / replays.CPU.name).with_suffix(".mark").unlink()
 
 
 @needs_replays

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -75,3 +77,40 @@ def test_leaving_early_ends_the_processes():
     start = time.monotonic()
     results.close()
     assert time.monotonic() - start < 20
+
+
+INTERRUPTED = """
+import sys
+from ridgeline.games.parallel import run_parallel
+from games.test_parallel import work
+
+if __name__ == "__main__":
+    print("starting", flush=True)
+    try:
+        for result in run_parallel(work, [("hang", 1)] * 2, processes=2, timeout=60):
+            print(result)
+    except KeyboardInterrupt:
+        print("stopped")
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.02, 0.3, 1.5])
+def test_an_interrupt_shows_no_process_traceback(tmp_path, seconds):
+    """A terminal sends it to all, also to processes that are still importing."""
+    (tmp_path / "x.py").write_text(INTERRUPTED)
+    paths = os.pathsep.join(path for path in sys.path if path)
+    caller = subprocess.Popen(
+        [sys.executable, "x.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert caller.stdout.readline() == "starting\n"
+    time.sleep(seconds)
+    os.killpg(caller.pid, signal.SIGINT)
+    said, errors = caller.communicate(timeout=60)
+    assert said == "stopped\n"
+    assert errors == ""

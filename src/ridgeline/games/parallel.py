@@ -11,10 +11,12 @@ import multiprocessing
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
@@ -39,6 +41,19 @@ def count_processes(wanted: int | None) -> int:
     if wanted < 1:
         raise ConfigError(f"processes must be at least 1, got {wanted}")
     return wanted
+
+
+class LostError(WorkerError):
+    """A process that died by a signal or went silent over a task, which another one may be spared.
+
+    Attributes:
+        task: index of the task.
+        how: what became of the process.
+    """
+
+    def __init__(self, message: str, task: int, how: str) -> None:
+        super().__init__(message)
+        self.task, self.how = task, how
 
 
 @dataclass
@@ -71,7 +86,8 @@ def run_parallel(
 
     Raises:
         ConfigError: fewer than one process.
-        WorkerError: a process died, raised or went silent. The others are ended.
+        WorkerError: a process died, raised or went silent (LostError says over which task, if it was that task's
+            doing). The others are ended.
         RidgelineError: what the function raised, if it was one of these.
     """
     count_processes(processes)
@@ -79,7 +95,7 @@ def run_parallel(
     waiting = iter(range(len(tasks)))
     workers: list[_Worker] = []
     try:
-        with one_thread():
+        with starting():
             for _ in range(min(processes, len(tasks))):
                 workers.append(_start(function))
         for worker in workers:
@@ -88,7 +104,7 @@ def run_parallel(
             for worker in _ready(workers, timeout, labels):
                 index = worker.task
                 assert index is not None
-                finished, result = _receive(worker, labels[index])
+                finished, result = _receive(worker, labels)
                 if finished:
                     _give(worker, tasks, waiting, labels)
                 else:
@@ -108,7 +124,7 @@ def _start(function: Callable[[Any], Iterable[Any]]) -> _Worker:
 
 def _serve(function: Callable[[Any], Iterable[Any]], pipe: Connection) -> None:
     """A worker's life: tasks in; out come ("result", …) for each result, then ("finished", None) or a failure."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user interrupts the caller, which ends its workers
+    ignore_interrupts()  # the user interrupts the caller, which ends its workers
     with contextlib.suppress(EOFError, OSError):
         while True:
             task = pipe.recv()
@@ -138,7 +154,7 @@ def _give(worker: _Worker, tasks: Sequence[Any], waiting: Iterator[int], labels:
         try:
             worker.pipe.send(tasks[worker.task])
         except OSError as error:
-            raise _died(worker, labels[worker.task]) from error
+            raise _died(worker, labels) from error
 
 
 def _ready(workers: list[_Worker], timeout: float, labels: Sequence[str]) -> list[_Worker]:
@@ -149,36 +165,38 @@ def _ready(workers: list[_Worker], timeout: float, labels: Sequence[str]) -> lis
     ready = wait([worker.pipe for worker in busy], max(0.0, left))
     if not ready:
         assert longest.task is not None
-        raise WorkerError(
-            f"the process at work on {labels[longest.task]} was silent for {timeout:.0f} s and was ended; "
-            "use fewer processes, or allow it more time"
-        )
+        how = f"was silent for {timeout:.0f} s and was ended"
+        cure = "use fewer processes, or allow it more time"
+        raise LostError(f"the process at work on {labels[longest.task]} {how}; {cure}", longest.task, how)
     return [worker for worker in busy if worker.pipe in ready]
 
 
-def _receive(worker: _Worker, label: str) -> tuple[bool, Any]:
+def _receive(worker: _Worker, labels: Sequence[str]) -> tuple[bool, Any]:
     """Whether the task is finished, and if it is not, its next result."""
+    assert worker.task is not None
     try:
         kind, content = worker.pipe.recv()
     except (EOFError, OSError) as error:
-        raise _died(worker, label) from error
+        raise _died(worker, labels) from error
     worker.heard = time.monotonic()
     if kind == "refused":
         raise content
     if kind == "failed":
-        raise WorkerError(f"the process at work on {label} failed:\n{content}")
+        raise WorkerError(f"the process at work on {labels[worker.task]} failed:\n{content}")
     return kind == "finished", content
 
 
-def _died(worker: _Worker, label: str) -> WorkerError:
+def _died(worker: _Worker, labels: Sequence[str]) -> WorkerError:
+    assert worker.task is not None
     worker.process.join(GOODBYE_SECONDS)
     code = worker.process.exitcode
-    cure = (
-        'see its message above (a script has to call this under `if __name__ == "__main__":`)'
-        if code == 1
-        else "look for a lack of memory, or use fewer processes"
-    )
-    return WorkerError(f"the process at work on {label} died (exit code {code}); {cure}")
+    how = f"died (exit code {code})"
+    words = f"the process at work on {labels[worker.task]} {how}"
+    if code == 1:
+        return WorkerError(
+            f'{words}; see its message above (a script has to call this under `if __name__ == "__main__":`)'
+        )
+    return LostError(f"{words}; look for a lack of memory, or use fewer processes", worker.task, how)
 
 
 def _end(workers: list[_Worker]) -> None:
@@ -194,15 +212,47 @@ def _end(workers: list[_Worker]) -> None:
 
 
 @contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """One thread for every process started within: the libraries read these variables when they are loaded."""
+def starting() -> Iterator[None]:
+    """Every process started within computes with one thread, and hears no SIGINT until it calls `ignore_interrupts`.
+
+    The libraries read the variables when they are loaded; and a Ctrl-C, which a terminal sends to all, would show the
+    traceback of a process that is still importing them. The caller hears it afterwards.
+    """
     before = {name: os.environ.get(name) for name in ONE_THREAD}
     os.environ.update(dict.fromkeys(ONE_THREAD, "1"))
+    resource_tracker.ensure_running()  # which would let the signal through again
     try:
-        yield
+        with _later_interrupts():
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # what a process inherits
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     finally:
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _later_interrupts() -> Iterator[None]:
+    """Put SIGINT off until the end: another thread of a library may receive it although this one blocks it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts the main thread alone
+        return
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+def ignore_interrupts() -> None:
+    """What a process that was started within `starting` calls first: SIGINT is its caller's matter."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ridgeline.data.melee.store import Store
 from ridgeline.data.melee.take import CONTEXT, Choice, Result, read
 from ridgeline.errors import DataError, require
 from ridgeline.games.melee.features import GROUPS, NUMBERS, describe
-from ridgeline.games.parallel import run_parallel
+from ridgeline.games.parallel import LostError, run_parallel
 
 SILENCE_SECONDS = 300.0  # that one replay may take
 NAME = "melee"
@@ -51,7 +51,7 @@ def prepare(
     Raises:
         DataError: no replays, none that can be used, or a folder that cannot be written.
         MissingExtraError: the parser is not installed.
-        WorkerError: a worker died over a file.
+        WorkerError: a worker failed in a way that no replay is to blame for.
     """
     require("peppi_py", "melee")
     shards.check_new(out)
@@ -99,9 +99,7 @@ def _fill(
     digests = {entry["digest"]: key for key, entry in store.entries.items() if entry["tables"]}
     tasks = [(str(file), choice) for _, file in todo]
     progress(len(files) - len(todo), len(files))
-    results = run_parallel(
-        read, tasks, processes=processes, timeout=SILENCE_SECONDS, names=[str(file) for _, file in todo]
-    )
+    results = _read_all(tasks, processes)
     waiting: dict[int, Result] = {}
     added = 0
     try:
@@ -116,6 +114,35 @@ def _fill(
         results.close()
         store.commit()
     return clock
+
+
+def _read_all(tasks: Sequence[tuple[str, Choice]], processes: int) -> Generator[tuple[int, Result], None, None]:
+    """(index, result) of every task.
+
+    A replay over which a process dies or hangs is tried again alone, since the machine may just have lacked memory, and
+    refused if that happens again.
+    """
+    left = dict.fromkeys(range(len(tasks)))
+    suspect: int | None = None
+    while left:
+        chosen = list(left) if suspect is None else [suspect]
+        these, names = [tasks[index] for index in chosen], [tasks[index][0] for index in chosen]
+        results = run_parallel(read, these, processes=processes, timeout=SILENCE_SECONDS, names=names)
+        try:
+            for place, result in results:
+                del left[chosen[place]]
+                yield chosen[place], result
+            suspect = None
+        except LostError as error:
+            lost = chosen[error.task]
+            if suspect is None:
+                suspect = lost
+            else:
+                suspect = None
+                del left[lost]
+                yield lost, Result(f"the process that read it {error.how}")
+        finally:
+            results.close()
 
 
 def _add(store: Store, digests: dict[str, str], key: str, result: Result) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from ridgeline.errors import ConfigError, WorkerError, nearest, require
 from ridgeline.games.melee.frames import CHARACTERS, STAGES, TRIGGER_UNITS, Frames
 from ridgeline.games.melee.libmelee import BUTTONS, frame_of
-from ridgeline.games.parallel import one_thread
+from ridgeline.games.parallel import ignore_interrupts, starting
 
 OWN_PORT, OTHER_PORT = 1, 2
 START_SECONDS = 120.0  # until the match begins
@@ -90,7 +90,7 @@ class Console:
         self._pipe, theirs = context.Pipe()
         # libmelee starts a process itself, which those of multiprocessing may only do when they are no daemons
         self._process = context.Process(target=_serve, args=(theirs, match, _free_port(), self.home))
-        with one_thread():
+        with starting():
             self._process.start()
         theirs.close()
 
@@ -140,6 +140,7 @@ def _free_port() -> int:
 
 def _serve(pipe: Connection, match: Match, port: int, home: Path) -> None:
     """The console's process: frames out, controllers in."""
+    ignore_interrupts()
     os.setsid()  # so that all it starts can be ended with it
     tempfile.tempdir = str(home)  # where libmelee makes Dolphin's folder
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
