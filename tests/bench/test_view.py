@@ -11,7 +11,8 @@ from ridgeline.bench.workloads import vary, workload
 from ridgeline.errors import ConfigError
 from ridgeline.records import ContenderResult, Record, WorkloadInfo
 
-BASE = ContenderResult(name="compile+graph", tokens_per_s=4e6, windows_per_s=15e3, step_ms=2.0, spread=0.02, mfu=0.1)
+BASE = ContenderResult(name="compile+graph", tokens_per_s=4e6, windows_per_s=15e3, step_ms=2.0, spread=0.02, mfu=0.1,
+                       bytes_per_s=1.18e12, bandwidth=0.246)  # fmt: skip
 
 
 def record(*contenders: ContenderResult) -> Record:
@@ -46,6 +47,8 @@ def test_the_table_shows_circumstances_and_failures():
     assert "clock 1755–1980 MHz  power 300–690 W  throttled by: power cap" in text
     assert "UnsupportedError: no card" in text
     assert "4,000" in text
+    line = next(line for line in text.splitlines() if line.startswith(BASE.name))
+    assert line.split()[6:9] == ["10.0", "1.18", "24.6"]
 
 
 def test_sweeps():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ridgeline.bench.contenders import is_baseline
 from ridgeline.bench.explain_view import amount
 from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch, ratio
-from ridgeline.hardware.spec import GIB
+from ridgeline.hardware.spec import GIB, TERA
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles
 from ridgeline.report.draw import Bar, Gain, bars, ladder, ratios, stacked
@@ -111,8 +111,8 @@ def rungs_of(record: Record) -> list[str]:
 
 def contender_table(record: Record) -> Table:
     """Every field of every contender; a failed one's reason."""
-    headers = ("contender", "group", "ms", "spread", "tokens/s", "windows/s", "× PyTorch", "MFU", "of floor",
-               "GiB", "first step s", "overlap")  # fmt: skip
+    headers = ("contender", "group", "ms", "spread", "tokens/s", "windows/s", "× PyTorch", "MFU", "TB/s",
+               "of bandwidth", "of floor", "GiB", "first step s", "overlap")  # fmt: skip
     rows: list[list[Cell]] = []
     for result in record.contenders:
         if result.error is not None:
@@ -132,6 +132,8 @@ def contender_table(record: Record) -> Table:
                 quantity(result.windows_per_s),
                 Cell(text="–" if found is None else str(found)),
                 number(result.mfu, ".1%"),
+                number(result.bytes_per_s, ".2f", scale=1 / TERA),
+                number(result.bandwidth, ".0%"),
                 number(result.floor_share, ".1%"),
                 number(result.peak_memory_bytes, ".1f", scale=1 / GIB),
                 number(result.first_step_s, ".1f"),
