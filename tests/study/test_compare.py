@@ -12,11 +12,14 @@ from ridgeline.cli import main
 from ridgeline.errors import ConfigError
 from ridgeline.records import read_record
 from ridgeline.study import compare as module
-from ridgeline.study.compare import Standing, compare, difference, tune
+from ridgeline.study.compare import Standing, compare, difference, sooner, tune
 from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes
+from ridgeline.study.pace import Pace
 from ridgeline.study.runs import Point, Run, run_once
+from ridgeline.train.settings import read_toml
 
 SMALL = "gpt2-c256+layers=1+width=16+heads=2"
+PACE = Pace(((15, 0.5), (40, 2.0)))
 QUIET = Console(quiet=True)
 
 
@@ -25,7 +28,8 @@ def run(*losses: float, error: str | None = None) -> Run:
 
 
 def standing(name: str, *finals: float) -> Standing:
-    return Standing(name=name, parameters=1, rate=1e-3, tried={}, runs=tuple(run(9.0, final) for final in finals))
+    runs = tuple(run(9.0, final) for final in finals)
+    return Standing(name=name, parameters=1, rate=1e-3, tried={}, runs=runs, pace=PACE)
 
 
 @pytest.fixture
@@ -98,7 +102,7 @@ def test_tuning_ends() -> None:
     """A loss that keeps falling is followed twice; the standing then says that it lies at an end."""
     rate, tried = tune((1.0, 2.0), lambda rate: run(1 / rate))
     assert (rate, len(tried)) == (8.0, 4)
-    assert Standing(name="a", parameters=1, rate=rate, tried=tried, runs=(run(1.0),)).at_edge
+    assert Standing(name="a", parameters=1, rate=rate, tried=tried, runs=(run(1.0),), pace=PACE).at_edge
 
 
 def test_tuning_passes_over_what_diverges() -> None:
@@ -123,6 +127,21 @@ def test_target_must_be_held() -> None:
     assert run(2.0, 1.4).first_held(1.5) is None
 
 
+def test_seconds_are_steps_timed_alone() -> None:
+    """10 steps of half a second and 5; then 15 of two. A target held from step 20 on is held from second 17.5 on."""
+    assert [PACE.seconds(steps) for steps in (0, 10, 15, 20, 40)] == [0.0, 5.0, 7.5, 17.5, 57.5]
+    one, other = (
+        dataclasses.replace(standing(name), runs=tuple(run(2.0, *rest) for rest in losses))
+        for name, losses in (("a", [(1.4, 1.4)] * 2), ("b", [(1.6, 1.4, 1.4), (1.4, 1.4)]))
+    )
+    assert one.held(1.5) == [17.5, 17.5]
+    assert other.held(1.5) == [37.5, 17.5]
+    later = sooner(other, one, 1.5)
+    assert later is not None
+    assert (later.mean, later.beyond) == (10.0, False)
+    assert sooner(other, one, 1.3) is None
+
+
 def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Trains, says what counting achieves, writes a record; asked again it trains nothing and says the same."""
     arguments = [*options(text, tmp_path / "out"), "--seeds", "2", "--rates", "1e-3", "--json"]
@@ -142,6 +161,26 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert stamps == {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").rglob("*.json")}
     assert main([*arguments, "--seeds", "3"]) == 2
     assert "another study (seeds differ)" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_whole_recipes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Batch, rate and stages are each contender's own; what the target took is told; other windows are refused."""
+    other = f"{SMALL}+batch=4+optimizer.lr=2e-2+optimizer.algorithm=muon+stages=[[0.5,2,8]]"
+    arguments = [name for name in options(text, tmp_path / "out") if name not in ("--batch", "2")]
+    arguments[3] = other
+    assert main([*arguments, "--recipes", "--seeds", "2", "--target", "9", "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out.splitlines()[-1])["contenders"]
+    assert (one["learning_rate"], two["learning_rate"], two["tried"]) == (1e-3, 2e-2, {})
+    assert one["target_s"] > 0
+    assert two["reached"] == 2
+    assert two["target_difference_s"]["against"] == SMALL
+    run = read_toml(next((tmp_path / "out").rglob("lr-0.02-seed-1/config.toml")))
+    assert (run["batch"], run["stages"]) == (4, [[0.5, 2, 8]])
+    assert main([*arguments, "--recipes", "--seeds", "2", "--target", "9"]) == 0
+    assert "until 9 was held" in capsys.readouterr().out
+    arguments[3] = f"{SMALL}+window.stride=2"
+    assert main([*arguments, "--recipes"]) == 2
+    assert "different windows" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

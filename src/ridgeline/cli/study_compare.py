@@ -18,7 +18,7 @@ from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError
 from ridgeline.study.compare import Comparison, Plan, compare
 from ridgeline.study.comparison_record import comparison_record, rows
-from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes, spread
+from ridgeline.study.contenders import distinct, find_contender, own_recipes, same_recipe, single_changes, spread
 from ridgeline.study.folder import RECORD, keep_record
 from ridgeline.study.runs import StoppedError
 from ridgeline.train.resolve import resolve
@@ -35,19 +35,23 @@ class Options:
     """Compare models: one recipe, the learning rate tuned alike for each, several seeds, held-out loss.
 
     A contender is a preset, a TOML file of settings, or either with settings changed: gpt2-c256+norm=rmsnorm. Only
-    its model counts: data, windows, batch, optimiser, schedule and length are the first one's for all. A difference
-    counts where it is larger than the spread between seeds explains (95 % interval over pairs of equal seeds). Called
-    again with the same arguments, and --out, it goes on where it was stopped.
+    its model counts: data, windows, batch, optimiser, schedule and length are the first one's for all; with --recipes
+    each keeps its own, data and windows excepted. A difference counts where it is larger than the spread between seeds
+    explains (95 % interval over pairs of equal seeds). Called again with the same arguments, and --out, it goes on
+    where it was stopped.
 
     With --json the last line is {"folder", "record", "ngrams", "contenders": [{"contender", "parameters",
     "learning_rate", "at_edge", "tried", "best_loss", "best_spread", "final_loss", "final_spread", "tokens_per_s",
-    "difference", …}]}: losses in nats, means over seeds.
+    "difference", …}]}: losses in nats, means over seeds; with --target also "reached", "target_s",
+    "target_spread_s" and "target_difference_s".
 
     Attributes:
         contenders: who is compared, the first against all others.
         each_change: also the first with each single setting of the second's decoder.
+        recipes: compare whole recipes: each contender keeps its batch, optimiser, schedule, length and learning rate.
         seeds: how often each is trained.
-        rates: learning rates each is tried with; without it half, once and twice the first contender's. One: no tuning.
+        rates: learning rates each is tried with; without it half, once and twice the first contender's, with --recipes
+            each one's own. One: no tuning.
         target: held-out loss; the time to hold it over two validations is reported.
         steps: length of every run.
         data: what all train on; without it the first contender's.
@@ -67,6 +71,7 @@ class Options:
 
     contenders: Annotated[tuple[str, ...], Positional, arg(metavar="CONTENDER…")] = ("gpt2-c256", "fast-c256")
     each_change: Flag = False
+    recipes: Flag = False
     seeds: int | None = None
     rates: tuple[float, ...] | None = None
     target: float | None = None
@@ -117,21 +122,32 @@ def _plan(options: Options) -> Plan:
         names[1:1] = [name for name in single_changes(*names) if name not in names]
     settings = _settings(options)
     first, *others = distinct(names)
-    configs = same_recipe({first: override(find_contender(first), settings), **{n: find_contender(n) for n in others}})
+    if options.recipes:
+        configs = own_recipes({name: override(find_contender(name), settings) for name in (first, *others)})
+    else:
+        found = {first: override(find_contender(first), settings), **{name: find_contender(name) for name in others}}
+        configs = same_recipe(found)
     recipe = configs[first]
-    if recipe.total_steps is None:
-        raise ConfigError(f"{first} trains for minutes, and a comparison counts steps; set --steps")
+    for name, config in configs.items():
+        if config.total_steps is None:
+            raise ConfigError(f"{name} trains for minutes, and a comparison counts steps; set --steps")
     if recipe.data in ("boxing", "boxing-visible"):
         replay_shipped(recipe.data)
     data = load_dataset(recipe.data)
     configs = spread(configs, options.gpus)
-    rates = options.rates or tuple(recipe.optimizer.lr * factor for factor in FACTORS)
     return Plan(
         configs={name: resolve(config, data) for name, config in configs.items()},
-        rates=(recipe.optimizer.lr,) if options.quick and not options.rates else rates,
+        rates=_rates(options, recipe.optimizer.lr),
         seeds=options.seeds if options.seeds is not None else QUICK_SEEDS if options.quick else 3,
         target=options.target,
     )
+
+
+def _rates(options: Options, usual: float) -> tuple[float, ...]:
+    """Learning rates that every contender is tried with; none where each keeps its own."""
+    if options.rates or options.recipes:
+        return options.rates or ()
+    return (usual,) if options.quick else tuple(usual * factor for factor in FACTORS)
 
 
 def _settings(options: Options) -> Mapping[str, Any]:
@@ -163,10 +179,24 @@ def _print(result: Comparison, file: Path) -> None:
         )
     console = Console()
     console.print(table)
+    if result.plan.target is not None:
+        console.print(_held(result, result.plan.target))
     if result.ngrams:
         lines = ", ".join(f"{order}-gram {loss:.4f}" for order, loss in result.ngrams.items())
         console.print(f"what counting achieves: {lines}", highlight=False)
     console.print(f"the record is in {file}", highlight=False)
+
+
+def _held(result: Comparison, target: float) -> Table:
+    """Who held the target when."""
+    table = Table(title=f"training seconds until {target:g} was held", title_justify="left")
+    for heading in ("contender", "seeds", "seconds", "later than the first by"):
+        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    for row in rows(result):
+        seconds = "never by all" if row["target_s"] is None else _loss(row["target_s"], row["target_spread_s"])
+        reached = f"{row['reached']} of {result.plan.seeds}"
+        table.add_row(row["contender"], reached, seconds, _verdict(row.get("target_difference_s")))
+    return table
 
 
 def _loss(mean: float, spread: float | None) -> str:

@@ -3,6 +3,7 @@
 Every contender is trained with the first one's data, windows, batch, optimiser, schedule and length; only the model
 differs. For each, the learning rate is chosen among the same rates by one run each with a seed that the comparison
 itself does not use, and rates are added while the best lies at an end of the list. Then every seed is trained once.
+Where whole recipes are compared, all but the data and the windows is each contender's own, and nothing is chosen.
 Runs with the same seed see the same windows in the same order, so differences are taken seed by seed.
 
 Contenders may be trained beside each other, which does not change what they learn. So a comparison never counts the
@@ -30,7 +31,7 @@ from ridgeline.games.parallel import run_parallel
 from ridgeline.models.accounting import parameters
 from ridgeline.study.folder import claimed, is_foreign, write_whole
 from ridgeline.study.ngram import ngram_losses
-from ridgeline.study.pace import step_seconds
+from ridgeline.study.pace import Pace, pace_of
 from ridgeline.study.runs import Point, Run, StoppedError, run_once
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.guards import writing
@@ -50,7 +51,7 @@ class Plan:
 
     Attributes:
         configs: contender → its run with nothing left open, alike in all but the model.
-        rates: learning rates that every contender is tried with; one alone is not tuned.
+        rates: learning rates that every contender is tried with; one alone is not tuned; none, and each keeps its own.
         seeds: how many seeds each is trained with, from 0.
         target: held-out loss whose time is taken; None for none.
     """
@@ -63,7 +64,7 @@ class Plan:
     def __post_init__(self) -> None:
         if not 1 <= self.seeds < TUNING_SEED:
             raise ConfigError(f"seeds must be from 1 to {TUNING_SEED - 1}, got {self.seeds}")
-        if not self.rates or any(not (math.isfinite(rate) and rate > 0) for rate in self.rates):
+        if any(not (math.isfinite(rate) and rate > 0) for rate in self.rates):
             raise ConfigError(f"rates must be positive learning rates, got {list(self.rates)}")
         if len(set(self.rates)) < len(self.rates):
             raise ConfigError(f"rates must differ, got {list(self.rates)}")
@@ -81,7 +82,7 @@ class Standing:
         rate: the learning rate it was given.
         tried: held-out loss at the end by learning rate tried; None where the run diverged.
         runs: by seed.
-        step_s: seconds of a step, timed alone.
+        pace: seconds of a step, timed alone.
     """
 
     name: str
@@ -89,7 +90,7 @@ class Standing:
     rate: float
     tried: Mapping[float, float | None]
     runs: tuple[Run, ...]
-    step_s: float = math.nan
+    pace: Pace
 
     @property
     def finals(self) -> list[float]:
@@ -103,7 +104,12 @@ class Standing:
 
     def seconds(self, point: Point) -> float:
         """Training seconds until a point of a run."""
-        return point.step * self.step_s
+        return self.pace.seconds(point.step)
+
+    def held(self, target: float) -> list[float | None]:
+        """By seed, training seconds until a loss was first held; None where it never was."""
+        points = [run.first_held(target) for run in self.runs]
+        return [None if point is None else self.seconds(point) for point in points]
 
     @property
     def tokens_per_s(self) -> float:
@@ -119,7 +125,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Lowest held-out loss of `name` minus that of `against`, in nats, seed by seed; with one seed no interval."""
+    """A figure of `name` minus that of `against`, a mean over seeds; with one seed there is no interval."""
 
     name: str
     against: str
@@ -164,20 +170,33 @@ def compare(plan: Plan, folder: Path, console: Console, processes: int = 1) -> C
     keep_plan(folder, _describe(plan))
     with claimed(folder):
         trained = _trained_apart(plan, folder, processes) if processes > 1 else _trained(plan, folder, console)
-        standings = []
-        for standing, config in zip(trained, plan.configs.values(), strict=True):
-            pace = step_seconds(config, _home(folder, standing.name) / PACE)
-            standings.append(dataclasses.replace(standing, step_s=pace))
+        standings = tuple(
+            Standing(
+                name=name,
+                parameters=parameters(config.model),
+                **found._asdict(),
+                pace=pace_of(config, _home(folder, name) / PACE),
+            )
+            for (name, config), found in zip(plan.configs.items(), trained, strict=True)
+        )
     first = standings[0]
     return Comparison(
         plan=plan,
-        standings=tuple(standings),
+        standings=standings,
         differences=tuple(difference(other, first) for other in standings[1:]),
         ngrams=_lines(next(iter(plan.configs.values()))),
     )
 
 
-def _trained(plan: Plan, folder: Path, console: Console) -> list[Standing]:
+class _Found(NamedTuple):
+    """A contender's rate, what else was tried, and its runs; see Standing."""
+
+    rate: float
+    tried: Mapping[float, float | None]
+    runs: tuple[Run, ...]
+
+
+def _trained(plan: Plan, folder: Path, console: Console) -> list[_Found]:
     """All contenders, one after another."""
     return [_stand(name, config, plan, folder, console, console) for name, config in plan.configs.items()]
 
@@ -190,11 +209,11 @@ class _Task(NamedTuple):
     folder: Path
 
 
-def _trained_apart(plan: Plan, folder: Path, processes: int) -> list[Standing]:
+def _trained_apart(plan: Plan, folder: Path, processes: int) -> list[_Found]:
     """All contenders, so many at a time."""
     names = list(plan.configs)
     tasks = [_Task(name, plan, folder) for name in names]
-    found: dict[int, Standing] = {}
+    found: dict[int, _Found] = {}
     try:
         found |= run_parallel(_stand_apart, tasks, processes=processes, timeout=SILENCE_SECONDS, names=names)
     except KeyboardInterrupt as stop:
@@ -202,7 +221,7 @@ def _trained_apart(plan: Plan, folder: Path, processes: int) -> list[Standing]:
     return [found[index] for index in range(len(names))]
 
 
-def _stand_apart(task: _Task) -> Iterator[Standing]:
+def _stand_apart(task: _Task) -> Iterator[_Found]:
     """One contender, in a process of its own, which says of each run that it begins and nothing of its steps."""
     config = task.plan.configs[task.name]
     if config.device.startswith("cuda"):
@@ -211,8 +230,20 @@ def _stand_apart(task: _Task) -> Iterator[Standing]:
 
 
 def difference(one: Standing, other: Standing) -> Difference:
-    """By pairs of seeds, with the 95 % interval of Student's t."""
-    pairs = [a - b for a, b in zip(one.bests, other.bests, strict=True)]
+    """Of the lowest held-out losses in nats, seed by seed, with the 95 % interval of Student's t."""
+    return _paired(one, other, one.bests, other.bests)
+
+
+def sooner(one: Standing, other: Standing, target: float) -> Difference | None:
+    """Of the training seconds until a loss is held, in the same way; None where not every seed held it."""
+    mine, theirs = one.held(target), other.held(target)
+    if None in mine or None in theirs:
+        return None
+    return _paired(one, other, [s for s in mine if s is not None], [s for s in theirs if s is not None])
+
+
+def _paired(one: Standing, other: Standing, mine: Sequence[float], theirs: Sequence[float]) -> Difference:
+    pairs = [a - b for a, b in zip(mine, theirs, strict=True)]
     mean = statistics.fmean(pairs)
     if len(pairs) < 2:
         return Difference(name=one.name, against=other.name, mean=mean, low=None, high=None)
@@ -263,7 +294,7 @@ def _home(folder: Path, name: str) -> Path:
     return folder / "runs" / name.replace("/", "_")
 
 
-def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console, live: Console) -> Standing:
+def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console, live: Console) -> _Found:
     """A contender's rate and runs; `console` is told of each run, `live` of its steps."""
 
     def one(rate: float, seed: int) -> Run:
@@ -271,14 +302,17 @@ def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Co
         place = _home(folder, name) / f"lr-{rate!r}-seed-{seed}"
         return run_once(dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, live)
 
-    rate, tried = (plan.rates[0], {}) if len(plan.rates) == 1 else tune(plan.rates, lambda r: one(r, TUNING_SEED))
+    rate = plan.rates[0] if plan.rates else config.optimizer.lr
+    tried: Mapping[float, float | None] = {}
+    if len(plan.rates) > 1:
+        rate, tried = tune(plan.rates, lambda rate: one(rate, TUNING_SEED))
     if not math.isfinite(rate):
         raise ConfigError(f"{name} diverged at every learning rate ({', '.join(map(str, tried))}); give lower --rates")
     runs = tuple(one(rate, seed) for seed in range(plan.seeds))
     broken = next((run.error for run in runs if run.error), None)
     if broken:
         raise ConfigError(f"{name} failed at learning rate {rate:g}: {broken}")
-    return Standing(name=name, parameters=parameters(config.model), rate=rate, tried=tried, runs=runs)
+    return _Found(rate, tried, runs)
 
 
 def tune(rates: Sequence[float], run: Callable[[float], Run]) -> tuple[float, dict[float, float | None]]:

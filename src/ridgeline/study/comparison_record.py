@@ -8,7 +8,7 @@ from typing import Any
 
 from ridgeline.records import ContenderResult, Record
 from ridgeline.study.circumstances import circumstances
-from ridgeline.study.compare import Comparison, Difference, Standing
+from ridgeline.study.compare import Comparison, Difference, Standing, sooner
 from ridgeline.study.runs import Point, Run
 from ridgeline.train.config import TrainConfig
 
@@ -49,21 +49,36 @@ def rows(result: Comparison) -> list[dict[str, Any]]:
             "final_spread": _spread(standing.finals),
             "tokens_per_s": standing.tokens_per_s,
         }
-        if result.plan.target is not None:
-            held = [run.first_held(result.plan.target) for run in standing.runs]
-            row["reached"] = sum(point is not None for point in held)
-            row["target_s"] = statistics.fmean(standing.seconds(p) for p in held if p) if all(held) else None
         difference = differences.get(standing.name)
         if difference is not None:
-            row["difference"] = {
-                "against": difference.against,
-                "mean": difference.mean,
-                "low": difference.low,
-                "high": difference.high,
-                "beyond_spread": difference.beyond,
-            }
+            row["difference"] = _interval(difference)
+        if result.plan.target is not None:
+            row |= _target(standing, result.standings[0], result.plan.target)
         found.append(row)
     return found
+
+
+def _target(standing: Standing, first: Standing, target: float) -> dict[str, Any]:
+    """When a contender held the target, and how much sooner than the first."""
+    held = [seconds for seconds in standing.held(target) if seconds is not None]
+    all_held = len(held) == len(standing.runs)
+    row: dict[str, Any] = {
+        "reached": len(held),
+        "target_s": statistics.fmean(held) if all_held else None,
+        "target_spread_s": _spread(held) if all_held else None,
+    }
+    later = None if standing is first else sooner(standing, first, target)
+    return row if later is None else {**row, "target_difference_s": _interval(later)}
+
+
+def _interval(difference: Difference) -> dict[str, Any]:
+    return {
+        "against": difference.against,
+        "mean": difference.mean,
+        "low": difference.low,
+        "high": difference.high,
+        "beyond_spread": difference.beyond,
+    }
 
 
 def curve(standing: Standing) -> dict[str, Any]:
@@ -104,7 +119,7 @@ def _run(standing: Standing, seed: int, run: Run) -> dict[str, Any]:
 
 
 def _speed(standing: Standing) -> ContenderResult:
-    return ContenderResult(name=standing.name, tokens_per_s=standing.tokens_per_s, step_ms=1e3 * standing.step_s)
+    return ContenderResult(name=standing.name, tokens_per_s=standing.tokens_per_s, step_ms=1e3 * standing.pace.step_s)
 
 
 def _spread(values: Sequence[float]) -> float | None:

@@ -77,6 +77,22 @@ def same_recipe(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     return found
 
 
+def own_recipes(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
+    """The contenders as they are, on the data of the first and judged on its held-out windows.
+
+    Raises:
+        ConfigError: one has windows of another kind, so that its held-out loss would be another figure.
+    """
+    first, recipe = next(iter(configs.items()))
+    for name, config in configs.items():
+        if config.window != recipe.window:
+            raise ConfigError(
+                f"{name} and {first} have different windows, and their held-out losses could not be compared; set "
+                "--context, or change the context within a run by stages"
+            )
+    return {name: dataclasses.replace(config, data=recipe.data) for name, config in configs.items()}
+
+
 def distinct(names: Sequence[str]) -> list[str]:
     """The names, each once.
 

@@ -91,7 +91,7 @@ def make_record(race: Race, outcome: Outcome) -> Record:
     curves: list[dict[str, Any]] = []
     for name, path in table.items():
         if path:
-            curves += [_curve(name, path, figure) for figure in ("wins", "ko")]
+            curves += [_knockouts(name, path), _margin(name, path)]
         curves.append({"figure": "race", "name": name, "points": [standing.to_json() for standing in path]})
     curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
     curves.append({"figure": "setting", "name": "setting", **race.to_json(), "games_while": "training had ended"})
@@ -107,19 +107,33 @@ def make_record(race: Race, outcome: Outcome) -> Record:
     )
 
 
-def _curve(name: str, path: Sequence[Standing], figure: str) -> dict[str, Any]:
-    """Share of the games against seconds of training, in the form that reports draw."""
+def _knockouts(name: str, path: Sequence[Standing]) -> dict[str, Any]:
+    """Share of the games won by knockout against seconds of training; wins alone say little, see docs/playing.md."""
     rows = [standing.strength for standing in path]
-    return {
-        "figure": "strength",
-        "name": f"{name}: {'won' if figure == 'wins' else 'by knockout'}",
-        "x": [standing.point.seconds for standing in path],
-        "y": [row[figure] / row["games"] for row in rows],
-        "low": [row["intervals"][figure][0] / row["games"] for row in rows],
-        "high": [row["intervals"][figure][1] / row["games"] for row in rows],
-        "x_label": "seconds of training",
-        "y_label": "share of games",
+    share = {
+        "y": [row["ko"] / row["games"] for row in rows],
+        "low": [row["intervals"]["ko"][0] / row["games"] for row in rows],
+        "high": [row["intervals"]["ko"][1] / row["games"] for row in rows],
     }
+    return _curve("strength", name, path, share, "share won by knockout")
+
+
+def _margin(name: str, path: Sequence[Standing]) -> dict[str, Any]:
+    rows = [standing.strength for standing in path]
+    points = {
+        "y": [row["margin"] for row in rows],
+        "low": [row["intervals"]["margin"][0] for row in rows],
+        "high": [row["intervals"]["margin"][1] for row in rows],
+    }
+    return _curve("margin", name, path, points, "points a game ahead")
+
+
+def _curve(
+    figure: str, name: str, path: Sequence[Standing], values: Mapping[str, list[float]], label: str
+) -> dict[str, Any]:
+    """A curve in the form that reports draw."""
+    x = [standing.point.seconds for standing in path]
+    return {"figure": figure, "name": name, "x": x, **values, "x_label": "seconds of training", "y_label": label}
 
 
 def _speed(name: str, path: Sequence[Standing], failure: str | None) -> ContenderResult:

@@ -3,57 +3,87 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ridgeline.bench.timing import time_steps, warm_up
 from ridgeline.data.api import load_dataset
-from ridgeline.data.loader import Batches
 from ridgeline.engine import TrainStep
 from ridgeline.study.folder import write_whole
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import build_model, make_step, resident_batches
+from ridgeline.train.engines import build_model, make_step
+from ridgeline.train.stages import Course, stages_of
 
 WARM_SECONDS = 2.0
 TURN_SECONDS = 0.5
 LEAST_STEPS = 5
 
 
-def step_seconds(config: TrainConfig, file: Path) -> float:
+@dataclass(frozen=True)
+class Pace:
+    """Seconds of a step, timed alone, in each stage of a run: (step at which the stage ends, seconds)."""
+
+    stages: tuple[tuple[int, float], ...]
+
+    def seconds(self, steps: int) -> float:
+        """Training seconds of the first `steps` steps."""
+        total, done = 0.0, 0
+        for end, step_s in self.stages:
+            taken = max(0, min(steps, end) - done)
+            total, done = total + taken * step_s, done + taken
+        return total
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step in the last stage."""
+        return self.stages[-1][1]
+
+
+def pace_of(config: TrainConfig, file: Path) -> Pace:
     """Median seconds of a step, batches included, set-up and validations not; kept in `file` and timed once.
 
     Args:
         config: the run, with device, precision and engine decided.
         file: in a folder that exists.
     """
+    stages = stages_of(config)
+    kept = _read(file)
+    if kept is None or len(kept) != len(stages):
+        kept = _measure(config)
+        write_whole(file, json.dumps({"step_s": kept}))
+    return Pace(tuple((stage.end, step_s) for stage, step_s in zip(stages, kept, strict=True)))
+
+
+def _read(file: Path) -> list[float] | None:
     try:
-        kept = float(json.loads(file.read_text(encoding="utf-8"))["step_s"])
-        if math.isfinite(kept) and kept > 0:
-            return kept
+        return [float(value) for value in json.loads(file.read_text(encoding="utf-8"))["step_s"]]
     except (OSError, ValueError, TypeError, KeyError):
-        pass  # not there, or damaged: it is only a measurement, and is made again
-    found = _measure(config)
-    write_whole(file, json.dumps({"step_s": found}))
-    return found
+        return None  # not there, or damaged: it is only a measurement, and is made again
 
 
-def _measure(config: TrainConfig) -> float:
+def _measure(config: TrainConfig) -> list[float]:
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     step = make_step(build_model(config), config)
-    batches = Batches(load_dataset(config.data), config.window, batch=config.batch, seed=config.seed)
-    resident = resident_batches(config, step, batches)
+    course = Course(config, load_dataset(config.data))
+    course.settle(config, step, 0)
 
     def learn() -> None:
-        if resident is not None and isinstance(step, TrainStep):
-            step(resident)
+        if course.resident is not None and isinstance(step, TrainStep):
+            step(course.resident)
         else:
-            step(batches.next())
+            step(course.batches.next())
 
-    warm_up(learn, device, limit_s=WARM_SECONDS)
-    first = statistics.median(time_steps(learn, LEAST_STEPS, device))
-    return statistics.median(time_steps(learn, max(LEAST_STEPS, int(1e3 * TURN_SECONDS / first)), device)) / 1e3
+    found, begins = [], 0
+    for stage in course.stages:
+        course.enter(begins)
+        warm_up(learn, device, limit_s=WARM_SECONDS)
+        first = statistics.median(time_steps(learn, LEAST_STEPS, device))
+        count = max(LEAST_STEPS, int(1e3 * TURN_SECONDS / first))
+        found.append(statistics.median(time_steps(learn, count, device)) / 1e3)
+        begins = stage.end
+    return found
