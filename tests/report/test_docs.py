@@ -25,7 +25,7 @@ def rows(text: str) -> list[list[str]]:
 def test_documents_are_as_the_records_have_it(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     text = (ROOT / name).read_text(encoding="utf-8")
-    assert docs.written(text, find_records(ROOT / docs.RECORDS), name) == text, "run: make docs"
+    assert docs.written(text, find_records(ROOT / docs.RECORDS, docs.KINDS), name) == text, "run: make docs"
 
 
 def test_a_document_is_written_from_its_records_and_nothing_else_of_it_changes():

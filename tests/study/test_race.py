@@ -168,8 +168,13 @@ def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
     record = read_record(write_record(make_record(ours, outcome), tmp_path / "record.json"))
     assert from_json(to_json(record)) == record
     assert [entry.name for entry in record.contenders] == [contender.name for contender in ours.contenders]
-    strength = [curve for curve in record.curves if curve["figure"] == "strength"]
-    assert [len(curve["x"]) for curve in strength] == [1] * 4
+    names = [contender.name for contender in ours.contenders]
+    for figure in ("strength", "margin"):
+        drawn = [curve for curve in record.curves if curve["figure"] == figure]
+        assert [curve["name"] for curve in drawn] == names
+        for curve in drawn:
+            assert len(curve["x"]) == 1
+            assert curve["low"] <= curve["y"] <= curve["high"]
 
 
 @pytest.mark.slow

@@ -79,14 +79,14 @@ def read_goals(file: str | Path) -> list[Goal]:
         raise ConfigError(f"{file} holds no goals that can be read: {error}") from error
 
 
-def find_records(folder: str | Path) -> list[Record]:
-    """Every benchmark record below a folder, newest first.
+def find_records(folder: str | Path, kinds: Sequence[str] = ("bench",)) -> list[Record]:
+    """Every record of some kinds below a folder, newest first.
 
     Raises:
         RecordError: one of them was edited or is no record.
     """
     records = [read_record(file) for file in sorted(Path(folder).rglob("*.json"))]
-    return sorted((r for r in records if r.kind == "bench"), key=lambda r: r.date, reverse=True)
+    return sorted((r for r in records if r.kind in kinds), key=lambda r: r.date, reverse=True)
 
 
 def judge(goal: Goal, records: Sequence[Record]) -> Verdict:

@@ -17,18 +17,19 @@ from ridgeline.bench.layers import PHASES
 from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
-from ridgeline.report import articles
+from ridgeline.report import articles, played
 from ridgeline.report.page import circumstances
 from ridgeline.report.sections import base_of, bench_sections, overview_section, rungs_of, timed
 from ridgeline.report.svg import write_png
 from ridgeline.report.sweeps import sweeps
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
-DOCUMENTS = ("README.md", "docs/ladder.md")
+DOCUMENTS = ("README.md", "docs/ladder.md", "docs/playing.md", "docs/melee.md")
+KINDS = ("bench", "race", "study")  # of records that documents show
 IMAGES = "docs/images"
 RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
 LADDER = "hal-20m"
-MISSING = "*Not measured yet.*"
+MISSING = played.MISSING
 _BLOCK = re.compile(r"(<!-- from records: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -235,6 +236,11 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "windows": windows,
     "contexts": contexts,
 }
+OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that are no benchmarks
+    "race": played.race,
+    "crossings": played.crossings,
+    "replays": played.replays,
+}
 
 
 def written(text: str, records: Sequence[Record], name: str = "the document") -> str:
@@ -249,24 +255,29 @@ def written(text: str, records: Sequence[Record], name: str = "the document") ->
         ConfigError: it has no block, or one that is not known.
     """
     blocks = [match[2] for match in _BLOCK.finditer(text)]
-    odd = [block for block in blocks if block not in BLOCKS]
+    known = BLOCKS | OTHERS
+    odd = [block for block in blocks if block not in known]
     if odd or not blocks:
         raise ConfigError(
-            f"{name} has the block {odd[0]!r}, known are {', '.join(BLOCKS)}"
+            f"{name} has the block {odd[0]!r}, known are {', '.join(known)}"
             if odd
             else f"{name} has no block `<!-- from records: NAME -->` … `<!-- end -->`; nothing can be written"
         )
-    return _BLOCK.sub(lambda match: f"{match[1]}{BLOCKS[match[2]](records)}\n{match[4]}", text)
+    benches = [record for record in records if record.kind == "bench"]
+    return _BLOCK.sub(
+        lambda match: f"{match[1]}{known[match[2]](benches if match[2] in BLOCKS else records)}\n{match[4]}", text
+    )
 
 
 def images(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The pictures that the documents show: all workloads at a glance, and the ladder.
+    """The pictures that the documents show: all workloads at a glance, the ladder, and the race.
 
     Raises:
         MissingExtraError: Matplotlib is not installed.
     """
-    climbed = _ladder(records)
-    sections = {"overview": overview_section(sorted(newest(records), key=_place))}
+    benches = [record for record in records if record.kind == "bench"]
+    climbed = _ladder(benches)
+    sections = {"overview": overview_section(sorted(newest(benches), key=_place)), "race": played.race_section(records)}
     if climbed is not None:
         sections["ladder"] = next(bench_sections(climbed, 0))
     return [
@@ -286,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the documents named, or the project's own with their images; 2 where something cannot be read."""
     names = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        records = find_records(RECORDS)
+        records = find_records(RECORDS, KINDS)
         for name in names or DOCUMENTS:
             file = Path(name)
             before = file.read_text(encoding="utf-8")

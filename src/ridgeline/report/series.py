@@ -19,6 +19,7 @@ CURVES = {
         "Held-out loss in nats; a band is the range over seeds, a dashed line what counting letters gives.",
     ),
     "strength": ("Strength", "Games played at checkpoints of a run; a band is the 95 % interval."),
+    "margin": ("Margin", "Points dealt minus points taken, a game; a band is the 95 % interval of the mean."),
 }
 PHASES = ("forward", "backward", "optimizer")
 

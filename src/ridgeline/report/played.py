@@ -1,0 +1,123 @@
+"""What races and trainings on replays say, as tables for the project's documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ridgeline.records import Record
+from ridgeline.report.sections import Section
+from ridgeline.report.series import curve_sections
+from ridgeline.report.table import Cell, Table, number, quantity, words
+
+MISSING = "*Not measured yet.*"
+BY_HEART = "by heart"  # in the name of the workload
+
+
+def races(records: Sequence[Record]) -> list[Record]:
+    """Of the races on cards the newest in each setting of the games: the one with the most contenders first.
+
+    Args:
+        records: newest first.
+    """
+    found: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        if record.kind == "race" and record.gpus:
+            games = _setting(record)["games"]
+            found.setdefault((record.card, games["level"], games["cache"]), record)
+    return sorted(found.values(), key=lambda record: -len(record.contenders))
+
+
+def race(records: Sequence[Record]) -> str:
+    """Every contender at every time of a race: how far it was and how it played."""
+    return "\n\n".join(f"{_where(record)}\n\n{_standings(record)}" for record in races(records)) or MISSING
+
+
+def _where(record: Record) -> str:
+    setting = _setting(record)
+    games, cards = setting["games"], "one card each" if record.gpus > 1 else "one card"
+    return (
+        f"{games['count']} games at level {games['level']}, `--cache {games['cache']}`, seeds from "
+        f"{games['first_seed']:,}; {record.workload.name if record.workload else setting['data']} data, "
+        f"{setting['grid'][-1]:g} s of training, {cards} ({record.card}), {record.date[:10]}:"
+    )
+
+
+def _standings(record: Record) -> str:
+    rows: list[list[Cell]] = []
+    for curve in _curves(record, "race"):
+        for point in curve["points"]:
+            low, high = point["intervals"]["margin"]
+            rows.append(
+                [
+                    words(f"`{curve['name']}`"),
+                    number(point["seconds"], ".1f"),
+                    number(point["steps"], ",d"),
+                    quantity(point["tokens"] / point["seconds"]),
+                    number(point["val_loss"], ".3f"),
+                    number(point["wins"], "d"),
+                    number(point["ko"], "d"),
+                    Cell(text=f"{point['margin']:.1f} ({low:.1f} to {high:.1f})"),
+                ]
+            )
+    headers = ("contender", "seconds", "steps", "tokens/s", "held-out loss", "won", "by knockout", "margin, 95 %")
+    return Table(headers=headers, rows=rows).markdown()
+
+
+def crossings(records: Sequence[Record]) -> str:
+    """From when on who is strong enough, in the race of the most contenders."""
+    found = races(records)
+    rows = [
+        [
+            words(f"`{row['contender']}`"),
+            words(row["target"]),
+            Cell(text="not in this time" if row["seconds"] is None else f"{row['seconds']:.1f} s"),
+        ]
+        for curve in (_curves(found[0], "crossings") if found else ())
+        for row in curve["rows"]
+    ]
+    return Table(headers=("contender", "reaches", "from"), rows=rows).markdown() if rows else MISSING
+
+
+def race_section(records: Sequence[Record]) -> Section | None:
+    """The picture of the race of the most contenders: margins over time."""
+    found = races(records)
+    sections = curve_sections(found[0], 0) if found else ()
+    return next((section for section in sections if section.key.startswith("margin")), None)
+
+
+def replays(records: Sequence[Record]) -> str:
+    """Training on Melee replays: its rate beside the same step's on one batch, and what is known by heart."""
+    trained = [record for record in records if record.kind == "study" and _curves(record, "melee")]
+    rates = next((record for record in trained if len(record.contenders) > 1), None)
+    heart = next((record for record in trained if record.workload and BY_HEART in record.workload.name), None)
+    parts = [table for table in (rates and _rates(rates), heart and _by_heart(heart)) if table]
+    return "\n\n".join(parts) or MISSING
+
+
+def _rates(record: Record) -> str:
+    rows = [[words(c.name), quantity(c.tokens_per_s), number(c.step_ms, ".4g")] for c in record.contenders]
+    table = Table(headers=("on these games", "tokens/s", "ms a step"), rows=rows)
+    return f"`{_setting(record)['command']}` on one {record.card}, {record.date[:10]}:\n\n{table.markdown()}"
+
+
+def _by_heart(record: Record) -> str:
+    rows = []
+    for validation in _curves(record, "melee")[0]["rows"]:
+        row = [number(validation["step"], ",d")]
+        for head in ("c", "main", "buttons"):
+            loss, accuracy = validation[f"val_loss.{head}"], validation[f"val_accuracy.{head}"]
+            row.append(Cell(text=f"{loss:.4f}, {accuracy:.2%}"))
+        rows.append(row)
+    table = Table(headers=("step", "c-stick: nats, right", "main stick", "buttons"), rows=rows)
+    where = f"{_setting(record)['seconds']:.0f} s on one {record.card}, {record.date[:10]}"
+    return f"One game by heart, as both players, {where}:\n\n{table.markdown()}"
+
+
+def _curves(record: Record, figure: str) -> list[dict[str, Any]]:
+    given = record.curves if isinstance(record.curves, list) else []
+    return [curve for curve in given if curve.get("figure") == figure]
+
+
+def _setting(record: Record) -> dict[str, Any]:
+    return _curves(record, "setting")[0]
