@@ -95,13 +95,12 @@ def attention(name, B, T, H, G):
         if not torch.equal(first, gradient):
             tell(f"{name} {key}", "NOT REPEATABLE")
         graphs[f"{key} forward"], graphs[f"{key} backward"] = captured(forward), captured(backward)
-    heads = [x.detach().transpose(1, 2).repeat_interleave(1 if n == 0 else H // G, 1).requires_grad_() for n, x in enumerate((q, k, v))]
+    heads = [x.detach().transpose(1, 2).repeat_interleave(1 if n == 0 else H // G, 1) for n, x in enumerate((q, k, v))]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
         sdpa = lambda: F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale)
         y = sdpa()
         tell(f"{name} efficient errors", relative((y.transpose(1, 2),)))
         graphs["efficient forward"] = captured(lambda: sdpa())
-        graphs["efficient both"] = captured(lambda: torch.autograd.grad(sdpa(), heads, d_out.transpose(1, 2)))
     tell(f"{name} us", microseconds(graphs))
 
 
