@@ -79,6 +79,9 @@ def mlp_backward(
 
 
 def grouped(group: Any, also: Any) -> None:
+    targets = [g.dweight_MK for g in group] + [g.dbias_M for g in group if g.dbias_M is not None]
+    targets += [job.dst_RC for job in also]
+    assert len({t.data_ptr() for t in targets}) == len(targets)  # a launch's results are written in any order
     results = [(g.dy_NM.t() @ g.x_NK, g.dweight_MK, g.add_weight) for g in group]
     results += [(g.dy_NM.sum(0), g.dbias_M, g.add_bias) for g in group if g.dbias_M is not None]
     results += [(job.shares_SRC.sum(0), job.dst_RC, job.accumulate) for job in also]
@@ -108,6 +111,13 @@ def test_every_choice_is_wired_to_the_same_function(
 ) -> None:
     played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
     equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
+
+
+def test_a_block_that_is_used_twice_is_written_once_and_added_to_once(played: Callable[[Choices], None]) -> None:
+    played(Choices(attention="reference", mlp="torch", rows=ROWS, grouped=True))
+    model = decoder(CONFIGS["learned, tanh"], layers=2)
+    model.blocks[1] = model.blocks[0]
+    equals_the_reference_to_rounding(model)
 
 
 @pytest.mark.parametrize("out", ["cuda", "residual"])

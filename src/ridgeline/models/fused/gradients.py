@@ -13,8 +13,9 @@ from ridgeline.models.fused.choices import Choices
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
 from ridgeline.ops.linear.reduce import Job
-from ridgeline.ops.linear.wgrad import Gradient, weight_gradients_raw
+from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient, weight_gradients_raw
 from ridgeline.ops.sink import GradientSink, sink_of
+from ridgeline.ops.streams import side_stream
 
 
 class Place(NamedTuple):
@@ -27,9 +28,9 @@ class Place(NamedTuple):
 class WeightGradients:
     """The gradients of a stack's weights, beside its backward pass, none of which waits for them.
 
-    They may take a stream of their own (in a captured step a parallel branch), and be gathered until `flush` launches
-    them as one group. Whatever they read is kept alive until `finish`: memory freed on one stream could be handed out
-    again while the other still reads it.
+    They may take a stream of their own (in a captured step a parallel branch), or be gathered until `finish` launches
+    those of all blocks as one group. Whatever they read is kept alive until then: memory freed on one stream could be
+    handed out again while the other still reads it.
 
     Attributes:
         deferred: what a call has been given may be read after the call, so nothing may be written over it.
@@ -40,10 +41,11 @@ class WeightGradients:
         self.deferred = choices.grouped or choices.side_stream
         self._stream = None
         if choices.side_stream:
-            self._stream = _side_stream(device, torch.cuda.current_stream(device).stream_id)
+            self._stream = side_stream(device)
         self._kept: list[object] = []
         self._group: list[Gradient] = []
         self._sums: list[Job] = []
+        self._gathered: set[int] = set()  # weights that group and sums write
         self._taken: list[GradientSink] = []
         self._results: dict[int, Tensor] = {}
 
@@ -56,9 +58,12 @@ class WeightGradients:
     ) -> None:
         """The gradients of y = x Wᵀ + b: dyᵀ x, and the column sums of dy (or of partial sums over its rows)."""
         if self._grouped:
+            self._apart(weight_MK, bias_M)
             weight = self._place(weight_MK)
             bias = self._place(bias_M) if bias_M is not None else Place(None, False)  # type: ignore[arg-type]
             self._group.append(Gradient(dy_NM, x_NK, weight.target, bias.target, weight.add, bias.add))
+            if len(self._group) == MAX_PROBLEMS:
+                self._flush()
             return
         self._beside(self._product, weight_MK, dy_NM, x_NK)
         if bias_M is not None and partials_PM is not None:
@@ -69,6 +74,7 @@ class WeightGradients:
         if not self._grouped:
             self._beside(self._column_sums, partials_PW, weights)
             return
+        self._apart(*weights)
         parts = partials_PW[:, None].split([weight.numel() for weight in weights], dim=2)
         for part, weight in zip(parts, weights, strict=True):
             target, add = self._place(weight)
@@ -79,15 +85,9 @@ class WeightGradients:
         if weight is not None and gradient is not None:
             self._beside(self._deliver, weight, gradient)
 
-    def flush(self) -> None:
-        """Launches what has been gathered."""
-        if self._group:
-            self._beside(self._launch_group, self._group, self._sums, self._taken)
-            self._group, self._sums, self._taken = [], [], []
-
     def finish(self) -> None:
-        """The current stream waits for everything."""
-        self.flush()
+        """Launches what has been gathered; the current stream waits for everything."""
+        self._flush()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         self._kept.clear()
@@ -95,6 +95,18 @@ class WeightGradients:
     def take(self, weight: Tensor | None) -> Tensor | None:
         """The gradient to hand to autograd: None where a sink has it. A weight that is used twice has it once."""
         return None if weight is None else self._results.pop(id(weight), None)
+
+    def _flush(self) -> None:
+        if self._group:
+            self._beside(self._launch_group, self._group, self._sums, self._taken)
+            self._group, self._sums, self._taken = [], [], []
+        self._gathered.clear()
+
+    def _apart(self, *weights: Tensor | None) -> None:
+        """A weight that is used twice is written by one launch and added to by a later one."""
+        if any(id(weight) in self._gathered for weight in weights):
+            self._flush()
+        self._gathered.update(id(weight) for weight in weights if weight is not None)
 
     def _beside(self, function: Callable[..., None], *arguments: object) -> None:
         """`function(*arguments)` after all that the current stream has been given; on the side stream, if any."""
@@ -155,12 +167,6 @@ class WeightGradients:
         weight_gradients_raw(group, also=sums)
         for sink in taken:
             sink.finished()
-
-
-@functools.cache
-def _side_stream(device: torch.device, beside: int) -> torch.cuda.Stream:
-    """One side stream for each stream of a device."""
-    return torch.cuda.Stream(device)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -84,7 +84,6 @@ class _Stack(torch.autograd.Function):
             behind = block_backward(
                 run, blocks[layer], ctx.joined.pop(), ctx.saved.pop(), behind, joins[layer], dropout_sites(layer), grads
             )
-            grads.flush()
         grads.finish()
         return None, behind.dbranch_NC, *map(grads.take, ctx.flat)
 

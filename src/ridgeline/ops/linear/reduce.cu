@@ -14,7 +14,7 @@ struct Job {
   i64 share_step;                 // elements from one share to the next
   int shares, rows, columns;
   int src_row, dst_row;           // elements from one row to the next
-  int accumulate, half, blocks;   // add to dst; dst is 16-bit; blocks of this job
+  int accumulate, half, block;    // add to dst; dst is 16-bit; the first block of this job
 };
 static_assert(sizeof(Job) == 56, "the host packs jobs");
 struct Jobs {
@@ -31,11 +31,15 @@ RL_D void put(const Job& job, i64 at, float value) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs) {
+extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count) {
   __shared__ float sums[WARPS][32];
-  int block = blockIdx.x, which = 0;
-  while (block >= jobs.job[which].blocks) block -= jobs.job[which++].blocks;
+  const int here = blockIdx.x;
+  int which = 0;
+  for (int step = MAX_JOBS / 2; step > 0; step /= 2)
+    if (which + step < count && jobs.job[which + step].block <= here) which += step;
   const Job& job = jobs.job[which];
+  const int block = here - job.block;
+  const int blocks = (which + 1 < count ? jobs.job[which + 1].block : static_cast<int>(gridDim.x)) - job.block;
 #ifndef RL_EMULATED
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -45,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
   if (job.shares < MANY) {
     const int width = (job.columns + 3) / 4;
     for (i64 quad = static_cast<i64>(block) * THREADS + threadIdx.x; quad < static_cast<i64>(job.rows) * width;
-         quad += static_cast<i64>(job.blocks) * THREADS) {
+         quad += static_cast<i64>(blocks) * THREADS) {
       const int row = static_cast<int>(quad / width), column = static_cast<int>(quad % width) * 4;
       const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
       const int inside = job.columns - column < 4 ? job.columns - column : 4;
@@ -64,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
     return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = (job.columns + 31) / 32;
-  for (int piece = block; piece < job.rows * width; piece += job.blocks) {
+  for (int piece = block; piece < job.rows * width; piece += blocks) {
     const int row = piece / width, column = piece % width * 32 + lane;
     const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
     float total = 0.f;

@@ -1,12 +1,14 @@
-"""Weight and bias gradients of several layers over the same rows, in two launches: shares, then their sums.
+"""Weight and bias gradients of many layers over the same rows, in two launches: tiles, then sums of divided ones.
 
-For few rows (a width-256 block at 8,192 tokens) cuBLAS spends a launch and a reduction on each of a block's four weight
-gradients; here all of them fill the card at once, and bias gradients come with them. For many rows cuBLAS wins.
+For few rows (a width-256 model at 8,192 tokens) cuBLAS spends a launch and a reduction on each weight gradient; here
+all of a model's fill the card at once, and bias gradients come with them. For many rows cuBLAS wins.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +21,15 @@ from ridgeline.ops.linear.gemm import SMEM_LIMIT
 from ridgeline.ops.linear.reduce import Job, reduce_raw
 
 SOURCE = Path(__file__).parent / "wgrad_sm90.cu"
-MAX_PROBLEMS = 4
+MAX_PROBLEMS = 64  # layers of a launch: 18 KB of parameters
 CHUNK = 64
 TILE_M = 128
 THREADS = 384
+SHORTEST = 4  # chunks: a share of fewer costs more than it takes off others
+ADD_WEIGHT, ADD_BIAS, HALF_WEIGHT, HALF_BIAS, PAIRS = 1, 2, 4, 8, 16  # as in the kernel
+_PROBLEM = struct.Struct("<QQiiii")
+KINDS = f"M{MAX_PROBLEMS * (256 + _PROBLEM.size) // 128}PPPP"  # of the kernel's parameters
 
-Share = tuple[int, int, int, int, int, int, int, int, int]  # as the kernel's struct
 Shape = tuple[int, int, bool]  # M, K, has a bias gradient
 
 
@@ -46,21 +51,33 @@ class Gradient(NamedTuple):
     add_bias: bool = False
 
 
+class Share(NamedTuple):
+    """Some of a block's work, as the kernel's struct: a tile of a layer's dW over some chunks of rows."""
+
+    layer: int
+    row: int
+    column: int
+    first: int
+    chunks: int
+    part: int  # number of this partial sum; −1: all there is
+    bias: int
+
+
 class Plan(NamedTuple):
     """How a launch is divided.
 
     Attributes:
-        shares: int32 [blocks, 9], a block's work each.
-        paired: two blocks after one another take tiles one below the other and share what they read.
-        parts: shares that each dW is the sum of.
-        tiles, sums: offsets of each layer's [parts, M, K] and [parts, M] partial sums, and the total, in elements.
+        work: a list of shares for each block. Paired, two blocks after one another take tiles one below the other and
+            share what they read.
+        paired: whether blocks work in pairs.
+        parts: number of partial sums, of 128 × `tile_n` elements each.
+        divided: tiles that several shares make, each with the numbers of its partial sums.
     """
 
-    shares: Tensor
+    work: list[list[Share]]
     paired: bool
     parts: int
-    tiles: list[int]
-    sums: list[int]
+    divided: list[tuple[Share, range]]
 
 
 def tile_width(widths: Sequence[int]) -> int:
@@ -74,8 +91,27 @@ def stages(tile_n: int) -> int:
     return min(8, (SMEM_LIMIT - 2048) // slot)
 
 
+def _pieces(places: int, chunks: int, workers: int) -> list[tuple[int, int, int, int]]:
+    """Divides `places` tiles of `chunks` evenly: (worker, tile, first chunk, count), a tile's one after the other."""
+    total, bounds = places * chunks, []
+    for worker in range(workers + 1):
+        bound = worker * total // workers
+        past = bound % chunks
+        if past < SHORTEST or chunks - past < SHORTEST:
+            bound = (bound + chunks // 2) // chunks * chunks
+        bounds.append(bound)
+    pieces = []
+    for worker, (start, end) in enumerate(itertools.pairwise(bounds)):
+        while start < end:
+            tile, first = divmod(start, chunks)
+            count = min(end - start, chunks - first)
+            pieces.append((worker, tile, first, count))
+            start += count
+    return pieces
+
+
 def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) -> Plan:
-    """Divide tiles and chunks of rows among blocks, each of which takes one tile over one share of the chunks.
+    """Divide tiles and chunks of rows among blocks: as many whole tiles for each as there are, the rest evenly.
 
     Blocks work in pairs where that does not leave many without work.
 
@@ -96,50 +132,115 @@ def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) ->
     )
     paired = tile_n >= 2 * CHUNK and 2 * len(pairs) <= len(alone) * 7 / 6
     places, together = (pairs, 2) if paired else (alone, 1)
-    parts = max(1, min(blocks // (together * len(places)), chunks))
-    tiles, sums = [0], [0]
-    for M, K, bias in shapes:
-        tiles.append(tiles[-1] + parts * M * K)
-        sums.append(sums[-1] + parts * M * bias)
-    shares: list[Share] = []
-    for layer, row, column in places:
-        M, K, bias = shapes[layer]
-        for part in range(parts):
-            first, last = part * chunks // parts, (part + 1) * chunks // parts
-            sum_at = sums[layer] + part * M if bias and column == 0 else -1
-            for tile in range(together):
-                place = (layer, row + tile * TILE_M, column)
-                shares.append((*place, first, last - first, tiles[layer] + part * M * K, sum_at, M, K))
-    return Plan(torch.tensor(shares, dtype=torch.int32), paired, parts, tiles, sums)
+    workers = blocks // together
+    whole = len(places) // workers * workers
+    work: list[list[Share]] = [[] for _ in range(workers * together)]
+    divided: list[tuple[Share, range]] = []
+
+    def give(worker: int, place: tuple[int, int, int], first: int, count: int, piece: int = -1) -> None:
+        layer, row, column = place
+        for tile in range(together):
+            part = piece if piece < 0 else together * piece + tile
+            bias = int(shapes[layer][2] and column == 0)
+            share = Share(layer, row + tile * TILE_M, column, first, count, part, bias)
+            work[together * worker + tile].append(share)
+
+    pieces = _pieces(len(places) - whole, chunks, workers)
+    for piece, (worker, tile, first, count) in enumerate(pieces):
+        alone_here = count == chunks
+        give(worker, places[whole + tile], first, count, -1 if alone_here else piece)
+    for index in range(whole):
+        give(index % workers, places[index], 0, chunks)
+    for tile, place in enumerate(places[whole:]):
+        numbers = [piece for piece, (_, of, _, count) in enumerate(pieces) if of == tile and count < chunks]
+        for below in range(together * bool(numbers)):
+            share = Share(place[0], place[1] + below * TILE_M, place[2], 0, chunks, -1, 0)
+            first_part = together * numbers[0] + below
+            divided.append((share, range(first_part, together * numbers[-1] + below + 1, together)))
+    return Plan(work, paired, together * len(pieces), divided)
+
+
+class Launch(NamedTuple):
+    """A plan on a card: int32 tables of where each block's shares begin, and of the shares."""
+
+    plan: Plan
+    starts: Tensor
+    shares: Tensor
 
 
 @functools.lru_cache(maxsize=128)
-def _plan(shapes: tuple[Shape, ...], chunks: int, tile_n: int, device: torch.device) -> Plan:
+def _launch(shapes: tuple[Shape, ...], chunks: int, tile_n: int, device: torch.device) -> Launch:
     plan = share_out(shapes, chunks, tile_n, torch.cuda.get_device_properties(device).multi_processor_count)
-    return plan._replace(shares=plan.shares.to(device))
+    starts, shares = tables(plan)
+    return Launch(plan, starts.to(device), shares.to(device))
+
+
+def tables(plan: Plan) -> tuple[Tensor, Tensor]:
+    """The kernel's tables of a plan: where each block's shares begin (and the last one's end), and the shares."""
+    starts = [0]
+    for shares in plan.work:
+        starts.append(starts[-1] + len(shares))
+    rows = [tuple(share) for shares in plan.work for share in shares]
+    return torch.tensor(starts, dtype=torch.int32), torch.tensor(rows, dtype=torch.int32)
+
+
+def pack(gradients: Sequence[Gradient], maps: Sequence[bytes]) -> bytes:
+    """The kernel's parameter: maps of all dY, then of all X, then the results."""
+    half, packed = len(maps) // 2, b""
+    for side in (maps[:half], maps[half:]):
+        packed += b"".join(side).ljust(MAX_PROBLEMS * 128, b"\0")
+    for g in gradients:
+        (M, K), pitch, bias = g.dweight_MK.shape, g.dweight_MK.stride(0), g.dbias_M
+        fp32 = g.dweight_MK.dtype == torch.float32
+        pairs = fp32 and not g.add_weight and pitch % 2 == 0 and g.dweight_MK.data_ptr() % 8 == 0
+        how = ADD_WEIGHT * g.add_weight | ADD_BIAS * g.add_bias | HALF_WEIGHT * (not fp32) | PAIRS * pairs
+        how |= HALF_BIAS * (bias is not None and bias.dtype != torch.float32)
+        packed += _PROBLEM.pack(g.dweight_MK.data_ptr(), 0 if bias is None else bias.data_ptr(), M, K, pitch, how)
+    return packed.ljust(MAX_PROBLEMS * (256 + _PROBLEM.size), b"\0")
 
 
 def jobs_of(gradients: Sequence[Gradient], plan: Plan, tiles: Tensor, sums: Tensor) -> list[Job]:
-    """The sums that turn partial tiles into gradients."""
-    jobs = []
-    for layer, gradient in enumerate(gradients):
-        part = tiles[plan.tiles[layer] : plan.tiles[layer + 1]].view(plan.parts, *gradient.dweight_MK.shape)
-        jobs.append(Job(part, gradient.dweight_MK, gradient.add_weight))
-        if gradient.dbias_M is not None:
-            row = sums[plan.sums[layer] : plan.sums[layer + 1]].view(plan.parts, 1, len(gradient.dbias_M))
-            jobs.append(Job(row, gradient.dbias_M[None], gradient.add_bias))
-    return jobs
-
-
-def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] = ()) -> None:
-    """dW (+)= dYᵀ X and db (+)= column sums of dY for up to four layers over the same rows. Deterministic.
+    """The sums that turn partial tiles into gradients.
 
     Args:
         gradients: the layers.
-        also: further sums for the second launch, such as a norm's partials.
+        plan: how they were divided.
+        tiles: fp32 [parts, 128, tile columns], the partial sums of dW. `sums`: fp32 [parts, 128], of db.
+    """
+    jobs = []
+    for (layer, row, column, *_), parts in plan.divided:
+        gradient = gradients[layer]
+        target = gradient.dweight_MK[row : row + TILE_M, column : column + tiles.shape[2]]
+        if len(target) == 0:  # the lower tile of a pair may lie below the matrix
+            continue
+        chosen = slice(parts.start, parts.stop, parts.step)
+        jobs.append(Job(tiles[chosen, : len(target), : target.shape[1]], target, gradient.add_weight))
+        if gradient.dbias_M is not None and column == 0:
+            bias = gradient.dbias_M[row : row + TILE_M]
+            jobs.append(Job(sums[chosen, None, : len(bias)], bias[None], gradient.add_bias))
+    return jobs
+
+
+def macros(plan: Plan, tile_n: int, dtype: torch.dtype) -> dict[str, int]:
+    """What a plan asks of the compiler."""
+    return {
+        "TILE_N": tile_n,
+        "STAGES": stages(tile_n),
+        "PAIRED": int(plan.paired),
+        "MAX_PROBLEMS": MAX_PROBLEMS,
+        "RL_FP16": int(dtype == torch.float16),
+    }
+
+
+def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] = ()) -> None:
+    """dW (+)= dYᵀ X and db (+)= column sums of dY for up to 64 layers over the same rows. Deterministic.
+
+    Args:
+        gradients: the layers.
+        also: further sums for the second launch, such as norms' partials.
 
     Raises:
-        ValueError: more than four layers, layers of different row counts, or too many tiles for one launch.
+        ValueError: more layers than that, or layers of different row counts.
     """
     N = gradients[0].dy_NM.shape[0]
     if len(gradients) > MAX_PROBLEMS or any(g.dy_NM.shape[0] != N or g.x_NK.shape[0] != N for g in gradients):
@@ -147,18 +248,11 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
     device, dtype = gradients[0].dy_NM.device, gradients[0].dy_NM.dtype
     shapes = tuple((g.dy_NM.shape[1], g.x_NK.shape[1], g.dbias_M is not None) for g in gradients)
     tile_n = tile_width([K for _, K, _ in shapes])
-    plan = _plan(shapes, -(-N // CHUNK), tile_n, device)
-    tiles = torch.empty(plan.tiles[-1], dtype=torch.float32, device=device)
-    sums = torch.empty(plan.sums[-1], dtype=torch.float32, device=device)
-    empty = bytes(128)
-    maps = [
-        b"".join(cuda.tensor_map(t, (CHUNK, 64)) for t in side) + empty * (MAX_PROBLEMS - len(gradients))
-        for side in ([g.dy_NM for g in gradients], [g.x_NK for g in gradients])
-    ]
-    macros = {
-        "TILE_N": tile_n, "STAGES": stages(tile_n), "PAIRED": int(plan.paired), "RL_FP16": int(dtype == torch.float16),
-    }  # fmt: skip
-    kernel = cuda.load(SOURCE, macros).kernel("weight_gradients", "M4M4PPP", patient=True)
+    plan, starts, shares = _launch(shapes, -(-N // CHUNK), tile_n, device)
+    tiles = torch.empty(plan.parts, TILE_M, tile_n, dtype=torch.float32, device=device)
+    sums = torch.empty(plan.parts, TILE_M, dtype=torch.float32, device=device)
+    maps = [cuda.tensor_map(t, (CHUNK, 64)) for t in (*(g.dy_NM for g in gradients), *(g.x_NK for g in gradients))]
+    kernel = cuda.load(SOURCE, macros(plan, tile_n, dtype)).kernel("weight_gradients", KINDS, patient=True)
     smem = stages(tile_n) * (TILE_M + tile_n) * 2 * CHUNK + 2048
-    kernel.launch((len(plan.shares),), THREADS, smem, (*maps, plan.shares, tiles, sums))
+    kernel.launch((len(plan.work),), THREADS, smem, (pack(gradients, maps), starts, shares, tiles, sums))
     reduce_raw([*jobs_of(gradients, plan, tiles, sums), *also])
