@@ -175,6 +175,7 @@ def test_an_interrupt_while_pytorch_is_imported():
     code = """
 import importlib, os, signal, sys, types
 from ridgeline.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 def importing(name):
     try:
         os.kill(os.getpid(), signal.SIGINT)
