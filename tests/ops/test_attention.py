@@ -54,39 +54,57 @@ def test_tiles_need_not_be_square(queries: int, keys: int, monkeypatch: pytest.M
     from ridgeline.ops.attention import long
 
     tile = Launch(rows=queries, columns=keys, warps=4, stages=2)
-    monkeypatch.setattr(long, "default_launches", lambda *_: long.Launches(tile, tile, tile, tile))
+    monkeypatch.setattr(long, "default_launches", lambda *_: long.Launches(tile, tile, tile))
     # four query heads for one of keys: more programs than heads of keys, so that their gradients are parts to be added
     compare(
-        lambda q, k, v, impl: attention(q, k, v, scale=0.2, impl=impl),
-        {name: x for name, x in draw(77, 4, 1, 32, 0, B=1).items() if x is not None},
+        lambda q, k, v, table, impl: attention(q, k, v, table, scale=0.2, impl=impl),
+        draw(77, 4, 1, 32, 90, B=1),
         "triton",
     )
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_relative_scores_of_a_few_windows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their masks are those of their samples, and the table's gradient is the sum over all."""
+    pytest.importorskip("triton")
+    from ridgeline.ops.attention import long
+
+    T, H, B = 40, 2, 3
+    monkeypatch.setattr(long, "RELATIVE_BYTES", 2 * T * H * T * 2 + 1)  # two windows' in bf16
+
+    def op(q: Tensor, k: Tensor, v: Tensor, table: Tensor, impl: str) -> Tensor:
+        return attention(q, k, v, table, scale=0.2, p=0.3, dropout=DROPOUT, site=4, impl=impl)
+
+    compare(op, draw(T, H, 1, 16, 50, B=B), "triton")
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("shape", "p", "dtype"),
+    ("shape", "p", "dtype", "impl"),
     [
-        ((256, 8, 8, 64, 256), 0.2, torch.bfloat16),
-        ((128, 4, 4, 64, 200), 0.2, torch.bfloat16),
-        ((256, 8, 8, 32, 0), 0.0, torch.bfloat16),
-        ((256, 8, 1, 32, 0), 0.0, torch.bfloat16),
-        ((177, 4, 2, 64, 177), 0.2, torch.float16),
-        ((16, 2, 2, 32, 16), 0.3, torch.bfloat16),
+        ((256, 8, 8, 64, 256), 0.2, torch.bfloat16, "cuda"),
+        ((128, 4, 4, 64, 200), 0.2, torch.bfloat16, "cuda"),
+        ((256, 8, 8, 32, 0), 0.0, torch.bfloat16, "cuda"),
+        ((256, 8, 1, 32, 0), 0.0, torch.bfloat16, "cuda"),
+        ((177, 4, 2, 64, 177), 0.2, torch.float16, "cuda"),
+        ((16, 2, 2, 32, 16), 0.3, torch.bfloat16, "cuda"),
+        ((256, 8, 1, 32, 0), 0.0, torch.bfloat16, "cuda-plain"),
+        ((1100, 4, 4, 32, 0), 0.0, torch.float16, "cuda-plain"),
+        ((777, 6, 2, 64, 0), 0.0, torch.bfloat16, "cuda-plain"),
     ],
 )
-def test_cuda(shape: tuple[int, ...], p: float, dtype: torch.dtype) -> None:
+def test_cuda(shape: tuple[int, ...], p: float, dtype: torch.dtype, impl: str) -> None:
     T, H, G, D, rows = shape
     inputs = draw(T, H, G, D, rows, dtype, B=5)
-    reason = available("cuda", inputs["q"], inputs["k"], inputs["v"], inputs["table"])
+    reason = available(impl, inputs["q"], inputs["k"], inputs["v"], inputs["table"])
     if reason is not None:
         pytest.skip(reason)
 
     def op(q, k, v, table, impl):
         return attention(q, k, v, table, scale=D**-0.5, p=p, dropout=DROPOUT if p else None, site=4, impl=impl)
 
-    compare(op, inputs, "cuda")
+    compare(op, inputs, impl)
 
 
 @pytest.mark.parametrize("rows", [0, 40])

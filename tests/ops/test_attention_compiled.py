@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ridgeline.ops._cuda import build
+from ridgeline.ops.attention.plain import LAUNCHES
 
 SOURCES = Path(__file__).parents[2] / "src/ridgeline/ops/attention/cuda"
 SPILLED = 96  # bytes a thread: loop counters in `keys`, whose accumulators take 128 of its 176 registers
@@ -24,6 +25,19 @@ def test_kernel(name: str, D: int, relative: int, dropout: int, blocks: int) -> 
     assert used.spill_loads <= SPILLED
     if blocks > 1:  # with one block nothing runs ahead, and ptxas may say that it waits after every wgmma
         assert "serialized" not in cubin.log
+
+
+@pytest.mark.parametrize("D", [32, 64])
+@pytest.mark.parametrize("name", ["forward", "queries", "keys"])
+def test_plain_kernel(name: str, D: int) -> None:
+    launch = getattr(LAUNCHES[D], name)
+    defines = {
+        "HEAD_WIDTH": D, "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages,
+        "BLOCKS_PER_PROCESSOR": launch.per_processor,
+    }  # fmt: skip
+    cubin = build(SOURCES / f"plain_{name}.cu", defines, "sm_90a")
+    assert cubin.resources()[f"plain_{name}"].spill_stores <= 16  # loop counters
+    assert "serialized" not in cubin.log
 
 
 def test_forward_of_few_heads() -> None:

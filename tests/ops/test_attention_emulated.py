@@ -4,22 +4,26 @@ Each case runs under its own seed of the emulation's scheduler, with wgmma early
 """
 
 import ctypes
-import shutil
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
-from ridgeline.ops.attention.reference import attention_reference, skew
+from ops.attention_cases import (
+    FIRST_SAMPLE,
+    SITE,
+    Case,
+    Map,
+    Problem,
+    compiled,
+    error,
+    heads,
+    pointer,
+    tensor_map,
+    unwritten,
+)
 from ridgeline.ops.attention.short import backward_block, forward_smem
-from ridgeline.ops.dropout import DropoutState, quantise
 
-SOURCES = Path(__file__).parents[2] / "src/ridgeline/ops/attention/cuda"
-EMULATION = Path(__file__).parent / "emulation"
 FORWARD = """#include "forward.cu"
 extern "C" const char* run(const rl::TensorMap* m, const rl::u16* q, rl::u16* o, float* lse, const rl::i64* seed_step,
                            rl::i64 q_batch, const int* n, float scale, float kept, unsigned threshold, int grid,
@@ -41,46 +45,6 @@ extern "C" const char* run(const rl::TensorMap* m, const float* lse, rl::u16* dq
   });
 }
 """
-SITE, FIRST_SAMPLE = 3, 5
-
-
-class Map(ctypes.Structure):
-    """The emulation's TensorMap."""
-
-    _fields_ = [
-        ("base", ctypes.c_void_p),
-        ("stride", ctypes.c_uint64 * 4),
-        ("extent", ctypes.c_uint32 * 4),
-        ("box", ctypes.c_uint32 * 4),
-        ("swizzle", ctypes.c_uint32),
-        ("unused", ctypes.c_uint8 * 52),
-    ]
-
-
-@dataclass(frozen=True)
-class Case:
-    T: int
-    H: int
-    G: int
-    D: int
-    rows: int  # of the table; 0 for none
-    p: float
-    B: int = 1
-    grid: int = 2
-    seed: int = 0
-    late: bool = False
-    in_block: bool = False  # gradients of shared keys summed within a thread block
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {
-            "HEAD_WIDTH": self.D,
-            "ROW_BLOCKS": -(-self.T // 64),
-            "RL_RELATIVE": int(self.rows > 0),
-            "RL_DROPOUT": int(self.p > 0),
-        }
-
-
 CASES = [
     Case(T=256, H=4, G=2, D=64, rows=256, p=0.2, B=2, grid=1, seed=9),  # a warpgroup takes several heads
     Case(T=250, H=4, G=2, D=64, rows=256, p=0.2, B=2, grid=1, seed=10, late=True),
@@ -98,78 +62,6 @@ HALVED = [  # half-heads are at most four times the blocks
     Case(T=256, H=4, G=1, D=32, rows=0, p=0.0, grid=3, seed=9),
     Case(T=200, H=2, G=2, D=32, rows=0, p=0.1, grid=1, seed=10, late=True),
 ]
-
-
-def compiled(folder: Path, source: str, defines: dict[str, int]) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler (g++ or clang++)")
-    file, library = folder / "kernel.cpp", folder / "kernel.so"
-    file.write_text(source, encoding="utf-8")
-    macros = [f"-D{name}={value}" for name, value in defines.items()]
-    paths = [f"-I{path}" for path in (EMULATION, SOURCES, INCLUDE_DIRECTORY)]
-    options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-fno-gnu-unique", "-w"]
-    subprocess.run([compiler, *options, *macros, *paths, file, "-o", library], check=True)
-    loaded = ctypes.CDLL(str(library))
-    loaded.run.restype = ctypes.c_char_p
-    return loaded
-
-
-def tensor_map(x: Tensor, box: tuple[int, ...]) -> Map:
-    pad = 4 - x.dim()
-    return Map(
-        x.data_ptr(),
-        (ctypes.c_uint64 * 4)(*x.stride()[::-1], *[0] * pad),
-        (ctypes.c_uint32 * 4)(*x.shape[::-1], *[1] * pad),
-        (ctypes.c_uint32 * 4)(*box[::-1], *[1] * pad),
-        2 * x.shape[-1],
-    )
-
-
-def pointer(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
-
-
-def unwritten(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full(shape, float("nan"), dtype=dtype)
-
-
-def heads(joint: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V as views of a joint (B, T, (H + 2 G) · D) buffer."""
-    widths = [case.H * case.D, case.G * case.D, case.G * case.D]
-    q, k, v = (x.unflatten(-1, (-1, case.D)) for x in joint.split(widths, -1))
-    return q, k, v
-
-
-class Problem:
-    """Inputs in bf16 and what float64 makes of them."""
-
-    def __init__(self, case: Case) -> None:
-        torch.manual_seed(case.seed)
-        self.q, self.k, self.v = heads(torch.randn(case.B, case.T, (case.H + 2 * case.G) * case.D).bfloat16(), case)
-        self.table = (torch.randn(case.rows, case.D) / 2).bfloat16() if case.rows else None
-        self.d_out = torch.randn(case.B, case.T, case.H, case.D).bfloat16()
-        self.scale = case.D**-0.5
-        self.seed_step = torch.tensor([1234567890123, 77])
-        self.threshold, self.kept = quantise(case.p)
-        state = DropoutState(self.seed_step, FIRST_SAMPLE) if case.p else None
-        leaves = [x.double().requires_grad_() for x in (self.q, self.k, self.v)]
-        if self.table is not None:
-            leaves.append(self.table.double().requires_grad_())
-        q, k, v, table = (*leaves, None)[:4]
-        out = attention_reference(q, k, v, table, scale=self.scale, p=case.p, dropout=state, site=SITE)
-        self.gradients = torch.autograd.grad(out, leaves, self.d_out.double())
-        self.out = out.detach()
-        q, k = q.detach().transpose(1, 2), k.detach().transpose(1, 2).repeat_interleave(case.H // case.G, 1)
-        scores = q @ k.transpose(-1, -2)
-        if table is not None:
-            scores = scores + skew(q @ table.detach()[-case.T :].t())
-        future = torch.ones(case.T, case.T, dtype=torch.bool).triu(1)
-        self.lse = (scores * self.scale).masked_fill(future, float("-inf")).logsumexp(-1)
-
-
-def error(x: Tensor, reference: Tensor) -> float:
-    return ((x.double() - reference).norm() / reference.norm()).item()
 
 
 @pytest.mark.parametrize(("D", "blocks", "relative"), [(64, 4, 1), (64, 3, 1), (64, 2, 1), (32, 4, 1), (64, 4, 0)])

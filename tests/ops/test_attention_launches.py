@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops.attention import short
+from ridgeline.ops.attention import hopper, plain, short
 
 PROCESSORS = 132
 
@@ -34,16 +34,21 @@ class Recorder:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(short.cuda, "load", recorder.load)
-    monkeypatch.setattr(short.cuda, "tensor_map", lambda *_, **__: b"")
-    monkeypatch.setattr(short, "_processors", lambda _: PROCESSORS)
+    monkeypatch.setattr(hopper.cuda, "load", recorder.load)
+    monkeypatch.setattr(hopper.cuda, "tensor_map", lambda *_, **__: b"")
+    monkeypatch.setattr(hopper, "processors", lambda _: PROCESSORS)
     return recorder
 
 
-def launch(B: int, T: int, H: int, G: int, D: int, rows: int, sums: bool = False) -> None:
+def tensors(B: int, T: int, H: int, G: int, D: int) -> tuple[torch.Tensor, ...]:
+    """q, k and v as views of one buffer, and what the forward pass writes."""
     joint = torch.zeros(B, T, (H + 2 * G) * D, dtype=torch.bfloat16)
     q, k, v = (x.unflatten(-1, (-1, D)) for x in joint.split((H * D, G * D, G * D), -1))
-    out, lse = torch.zeros(B, T, H, D, dtype=torch.bfloat16), torch.zeros(B, H, T)
+    return q, k, v, torch.zeros(B, T, H, D, dtype=torch.bfloat16), torch.zeros(B, H, T)
+
+
+def launch(B: int, T: int, H: int, G: int, D: int, rows: int, sums: bool = False) -> None:
+    q, k, v, out, lse = tensors(B, T, H, G, D)
     table = torch.zeros(rows, D, dtype=torch.bfloat16) if rows else None
     drop = short.dropping(0.0, None, 0)
     short.forward(q, k, v, table, out, lse, scale=1.0, drop=drop)
@@ -72,6 +77,24 @@ def test_launches(shape: tuple[int, ...], grouping: int, kernels: set[str], reco
     backward = recorder.launches["attention_backward"]
     assert backward["defines"]["RL_GROUPED"] == grouping
     assert backward["grid"] == (min(PROCESSORS, shape[0] * shape[2]),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((4, 2048, 8, 8, 32), 1), ((4, 2048, 8, 1, 32), 8), ((512, 256, 8, 1, 32), 1), ((2, 1000, 4, 2, 64), 2)],
+)
+def test_plain_launches(shape: tuple[int, ...], parts: int, recorder: Recorder) -> None:
+    q, k, v, out, lse = tensors(*shape)
+    plain.forward(q, k, v, out, lse, scale=1.0)
+    plain.backward(out, q, k, v, out, lse, q, k, v, scale=1.0)
+    sums = {"group_gradients"} if parts > 1 else set()
+    assert set(recorder.launches) == {"plain_forward", "plain_queries", "plain_keys"} | sums
+    for name, made in recorder.launches.items():
+        assert len(made["kinds"]) == len(made["arguments"]), name
+        blocks = made["defines"].get("BLOCKS_PER_PROCESSOR", 1)
+        assert blocks * (made["smem"] + 1024) <= 228 * 1024
+        assert made["grid"][0] <= blocks * PROCESSORS or name == "group_gradients"
+    assert recorder.launches["plain_keys"]["arguments"][12] == parts
 
 
 def test_a_workspace_that_is_too_small_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ torch       F.scaled_dot_product_attention; a relative term becomes its attn_mas
             SDPA draws dropout masks of its own, so with p > 0 the reference's formula is used with the mask of the
             specification
 cuda        CUDA C++ for short windows on Hopper (short.py)
+cuda-plain  CUDA C++ for any window on Hopper, without a relative term or dropout (plain.py)
 cuda-fp32   CUDA C++ for short windows in IEEE fp32, without a relative term or dropout (float32.py)
 triton      any window on cards from sm_80 on, one sweep over the keys (long.py, triton.py). On an H200 ahead of
             PyTorch's kernels wherever gradients are wanted in one joint buffer: theirs come apart and must be copied
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.ops._triton.support import triton_missing
-from ridgeline.ops.attention import float32, short
+from ridgeline.ops.attention import float32, plain, short
 from ridgeline.ops.attention.reference import attention_reference, skew
 from ridgeline.ops.dropout import DropoutState
 
-IMPLEMENTATIONS = ("reference", "torch", "cuda", "cuda-fp32", "triton", "triton-two-sweep")
+IMPLEMENTATIONS = ("reference", "torch", "cuda", "cuda-plain", "cuda-fp32", "triton", "triton-two-sweep")
 TRITON_WIDTHS = (16, 32, 64, 128)
 
 
@@ -31,10 +32,9 @@ def available(impl: str, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_R
     """Why `impl` cannot serve tensors such as these, or None when it can."""
     if impl not in IMPLEMENTATIONS:
         return nearest(impl, IMPLEMENTATIONS, "implementation")
-    if impl == "cuda":
-        return short.unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD)
-    if impl == "cuda-fp32":
-        return float32.unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD)
+    if impl.startswith("cuda"):
+        kernels = {"cuda": short, "cuda-plain": plain, "cuda-fp32": float32}[impl]
+        return kernels.unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD)
     if impl.startswith("triton"):
         return _triton_unsupported(q_BTHD, k_BTGD, v_BTGD, table_RD)
     return None
@@ -130,12 +130,13 @@ def attention(
 
         sweeps = 2 if impl == "triton-two-sweep" else 1
         return LongWindow.apply(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, drop, sweeps)
-    if impl == "cuda-fp32":
-        from ridgeline.ops.attention.function import FloatWindow
+    if impl in ("cuda-plain", "cuda-fp32"):
+        from ridgeline.ops.attention.function import PlainWindow
 
         if drop.threshold:
-            raise UnsupportedError("impl='cuda-fp32' cannot run: has no dropout")
-        return FloatWindow.apply(q_BTHD, k_BTGD, v_BTGD, scale)
+            raise UnsupportedError(f"impl={impl!r} cannot run: has no dropout")
+        kernels = plain if impl == "cuda-plain" else float32
+        return PlainWindow.apply(kernels, q_BTHD, k_BTGD, v_BTGD, scale)
     if impl == "cuda":
         from ridgeline.ops.attention.function import ShortWindow
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ridgeline.ops.attention import float32, short
+from ridgeline.ops.attention import short
 
 
 def _like(*tensors: Tensor) -> list[Tensor]:
@@ -90,24 +91,24 @@ class ShortWindow(torch.autograd.Function):
         return dq_BTHD, dk_BTGD, dv_BTGD, d_table, None, None
 
 
-class FloatWindow(torch.autograd.Function):
-    """The CUDA C++ kernels for short windows in fp32."""
+class PlainWindow(torch.autograd.Function):
+    """CUDA C++ kernels without a relative term or dropout: those of the module `kernels`."""
 
     @staticmethod
-    def forward(ctx: Any, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, kernels: ModuleType, q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, scale: float) -> Tensor:
         B, T, H, _ = q_BTHD.shape
         (out_BTHD,) = _like(q_BTHD)
         lse_BHT = torch.empty(B, H, T, device=q_BTHD.device)
-        float32.forward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, scale=scale)
+        kernels.forward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, scale=scale)
         ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT)
-        ctx.scale = scale
+        ctx.kernels, ctx.scale = kernels, scale
         return out_BTHD
 
     @staticmethod
     def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT = ctx.saved_tensors
         gradients = _like(q_BTHD, k_BTGD, v_BTGD)
-        float32.backward(
+        ctx.kernels.backward(
             d_out_BTHD.contiguous(), q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, *gradients, scale=ctx.scale
         )
-        return *gradients, None
+        return None, *gradients, None

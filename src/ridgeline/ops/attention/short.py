@@ -7,20 +7,16 @@ joint buffer and write the gradients into one, with no transposition anywhere; s
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ridgeline.errors import UnsupportedError
 from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.attention import hopper
 from ridgeline.ops.dropout import DropoutState, quantise
 
 LONGEST = 256
-WIDTHS = (32, 64)
-_SOURCES = Path(__file__).parent / "cuda"
 _FORWARD_GROUPS = 3  # warpgroups of a thread block, each with a head of its own
 _SHARING_GROUPS = 4  # where heads are so few that two warpgroups share each
 _FORWARD_KINDS = "MMMMPPPPqiiiiiiiiffIII"
@@ -46,49 +42,15 @@ def dropping(p: float, dropout: DropoutState | None, site: int) -> Dropping:
     return Dropping(dropout.seed_step, threshold, kept, site, dropout.sample_offset)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def unsupported(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None) -> str | None:
     """Why these inputs are not for these kernels, or None."""
     _, T, _, D = q_BTHD.shape
-    if q_BTHD.device.type != "cuda":
-        return f"needs CUDA tensors, got device {q_BTHD.device}"
-    if torch.cuda.get_device_capability(q_BTHD.device) != (9, 0):
-        return f"needs a Hopper card (compute capability 9.0), got {torch.cuda.get_device_capability(q_BTHD.device)}"
-    if not 1 <= T <= LONGEST:
-        return f"takes T from 1 to {LONGEST}, got {T}"
-    if D not in WIDTHS:
-        return f"takes head widths {WIDTHS}, got {D}"
-    if q_BTHD.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bf16 and fp16, got {q_BTHD.dtype}"
-    for name, x in (("q", q_BTHD), ("k", k_BTGD), ("v", v_BTGD), ("table", table_RD)):
-        if x is None:
-            continue
-        if x.dtype != q_BTHD.dtype:
-            return f"needs one dtype, got {name} {x.dtype} beside q {q_BTHD.dtype}"
-        if x.stride(-1) != 1 or any(stride % 8 for stride in x.stride()[:-1]) or x.data_ptr() % 16:
-            return f"needs {name} with last stride 1 and the others multiples of 8, got strides {x.stride()}"
-    if table_RD is not None and (table_RD.shape[0] < T or table_RD.shape[1] != D):
-        return f"needs a table of at least T = {T} rows of width {D}, got {tuple(table_RD.shape)}"
-    return None
-
-
-def _pitch(name: str, x_BTHD: Tensor) -> int:
-    """Elements between rows of a tensor whose heads are neighbours and whose samples follow each other.
-
-    Raises:
-        UnsupportedError: the tensor is not laid out so.
-    """
-    _, T, _, D = x_BTHD.shape
-    pitch = x_BTHD.stride(1)
-    if x_BTHD.stride()[2:] != (D, 1) or x_BTHD.stride(0) != T * pitch or pitch % 4 or x_BTHD.data_ptr() % 8:
-        raise UnsupportedError(
-            f"{name} must be rows of neighbouring heads: strides (T·pitch, pitch, {D}, 1), got {x_BTHD.stride()}"
-        )
-    return pitch
+    reason = hopper.unsupported({"q": q_BTHD, "k": k_BTGD, "v": v_BTGD, "table": table_RD})
+    if reason is None and T > LONGEST:
+        reason = f"takes T from 1 to {LONGEST}, got {T}"
+    if reason is None and table_RD is not None and (table_RD.shape[0] < T or table_RD.shape[1] != D):
+        reason = f"needs a table of at least T = {T} rows of width {D}, got {tuple(table_RD.shape)}"
+    return reason
 
 
 def _defines(q_BTHD: Tensor, table_RD: Tensor | None, drop: Dropping) -> dict[str, int]:
@@ -99,11 +61,6 @@ def _defines(q_BTHD: Tensor, table_RD: Tensor | None, drop: Dropping) -> dict[st
         "RL_DROPOUT": int(drop.threshold > 0),
         "RL_FP16": int(q_BTHD.dtype == torch.float16),
     }
-
-
-def _map(x_BTHD: Tensor, rows: int = 64) -> bytes:
-    D = x_BTHD.shape[-1]
-    return cuda.tensor_map(x_BTHD, box=(1, rows, 1, D), swizzle=2 * D)
 
 
 def _table_map(table_RD: Tensor) -> bytes:
@@ -139,17 +96,17 @@ def forward(
     """
     B, T, H, D = q_BTHD.shape
     defines = _defines(q_BTHD, table_RD, drop)
-    blocks, processors = defines["ROW_BLOCKS"], _processors(q_BTHD.device)
+    blocks, processors = defines["ROW_BLOCKS"], hopper.processors(q_BTHD.device)
     halves = blocks == 4 and D == 32 and table_RD is None and _SHARING_GROUPS * processors >= 2 * B * H
     groups = _SHARING_GROUPS if halves else _FORWARD_GROUPS
     defines |= {"WARPGROUPS": groups, "RL_HALVES": int(halves)}
-    kernel = cuda.load(_SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS, patient=True)
-    map_k = _map(k_BTGD)
+    kernel = cuda.load(hopper.SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS, patient=True)
+    map_k = hopper.tiles(k_BTGD)
     map_table, rows = (map_k, 0) if table_RD is None else (_table_map(table_RD), table_RD.shape[0])
     arguments = (
-        _map(q_BTHD), map_k, _map(v_BTGD), map_table, q_BTHD, out_BTHD, lse_BHT, drop.seed_step, q_BTHD.stride(0), T,
-        rows, H, H // k_BTGD.shape[2], B * H, q_BTHD.stride(1), q_BTHD.stride(2), _pitch("out", out_BTHD), scale,
-        drop.kept, drop.site, drop.first_sample * H, drop.threshold,
+        hopper.tiles(q_BTHD), map_k, hopper.tiles(v_BTGD), map_table, q_BTHD, out_BTHD, lse_BHT, drop.seed_step,
+        q_BTHD.stride(0), T, rows, H, H // k_BTGD.shape[2], B * H, q_BTHD.stride(1), q_BTHD.stride(2),
+        hopper.pitch("out", out_BTHD), scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
     grid = min(processors, B * H)
     kernel.launch((grid,), 128 * groups, forward_smem(blocks, D, table_RD is not None, groups), arguments)
@@ -169,11 +126,7 @@ class _Workspace:
 
     def split(self, workspace: Tensor) -> tuple[Tensor, ...]:
         """The parts as views: table, carry, and dK and dV by query head."""
-        if workspace.numel() < self.total or workspace.dtype != torch.float32:
-            raise UnsupportedError(
-                f"workspace must have {self.total} fp32 elements, got {workspace.numel()} of {workspace.dtype}"
-            )
-        return workspace[: self.total].split((self.table, self.carry, self.heads, self.heads))
+        return hopper.split_workspace(workspace, (self.table, self.carry, self.heads, self.heads))
 
 
 def _grouping(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
@@ -185,12 +138,12 @@ def _grouping(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
     G = k_BTGD.shape[2]
     if G == H:
         return 0
-    return 2 if (D == 32 or T <= 128) and 3 * _processors(q_BTHD.device) <= B * G else 1
+    return 2 if (D == 32 or T <= 128) and 3 * hopper.processors(q_BTHD.device) <= B * G else 1
 
 
 def _workspace(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> _Workspace:
     B, T, H, D = q_BTHD.shape
-    grid, rows = min(_processors(q_BTHD.device), B * H), -(-T // 64) * 64
+    grid, rows = min(hopper.processors(q_BTHD.device), B * H), -(-T // 64) * 64
     return _Workspace(
         table=grid * rows * D if table_RD is not None else 0,
         carry=grid * 64 * D,
@@ -205,7 +158,7 @@ def workspace_size(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> i
 
 def column_sum_rows(q_BTHD: Tensor) -> int:
     """Rows of the partial column sums that `backward` can leave."""
-    return 4 * min(_processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
+    return 4 * min(hopper.processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
 
 
 def backward_block(blocks: int, D: int, relative: bool, dropout: bool) -> tuple[int, int]:
@@ -217,17 +170,6 @@ def backward_block(blocks: int, D: int, relative: bool, dropout: bool) -> tuple[
     if relative:
         smem += blocks * tile + 3 * square + blocks * 256 * D
     return (512 if relative else 384), smem
-
-
-def _sum_groups(
-    reduce: cuda.Module, heads: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], share: int, pitch: int
-) -> None:
-    """Each key head's gradients (of K and of V, both B T G D) from those of the `share` query heads that use it."""
-    B, T, G, D = sums[0].shape
-    total = B * T * G * D // 4
-    reduce.kernel("group_gradients", "PPPPiiiii", patient=True).launch(
-        (-(-total // 256), 2), 256, 0, (*heads, *sums, total, T, G, share, pitch)
-    )
 
 
 def backward(
@@ -269,24 +211,24 @@ def backward(
         "RL_COLUMN_SUMS": int(column_sums is not None),
     }
     blocks = defines["ROW_BLOCKS"]
-    kernel = cuda.load(_SOURCES / "backward.cu", defines).kernel("attention_backward", _BACKWARD_KINDS, patient=True)
-    kv_pitch = _pitch("dk", dk_BTGD)
-    if _pitch("dv", dv_BTGD) != kv_pitch:
-        raise UnsupportedError(f"dk and dv must have one row pitch, got {kv_pitch} and {_pitch('dv', dv_BTGD)}")
-    map_q = _map(q_BTHD)
-    grid = min(_processors(q_BTHD.device), B * H)
+    kernel = cuda.load(hopper.SOURCES / "backward.cu", defines).kernel(
+        "attention_backward", _BACKWARD_KINDS, patient=True
+    )
+    kv_pitch = hopper.common_pitch(dk_BTGD, dv_BTGD)
+    map_q = hopper.tiles(q_BTHD)
+    grid = min(hopper.processors(q_BTHD.device), B * H)
     arguments = (
-        map_q, _map(k_BTGD), _map(v_BTGD), _map(out_BTHD, 16), _map(d_out_BTHD),
+        map_q, hopper.tiles(k_BTGD), hopper.tiles(v_BTGD), hopper.tiles(out_BTHD, 16), hopper.tiles(d_out_BTHD),
         _table_map(table_RD) if table_RD is not None else map_q, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD, dk_heads, dv_heads,
         table, carry, column_sums, drop.seed_step, T, table_RD.shape[0] if table_RD is not None else 0, H, H // G,
-        B * H, _pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
+        B * H, hopper.pitch("dq", dq_BTHD), kv_pitch, scale, drop.kept, drop.site, drop.first_sample * H,
+        drop.threshold,
     )  # fmt: skip
     threads, smem = backward_block(blocks, D, table_RD is not None, drop.threshold > 0)
     kernel.launch((grid,), threads, smem, arguments)
-    reduce = cuda.load(_SOURCES / "reduce.cu", {"HEAD_WIDTH": D, "RL_FP16": defines["RL_FP16"]})
     if d_table_RD is not None:
-        reduce.kernel("table_gradient", "PPiii", patient=True).launch(
+        hopper.reduction(q_BTHD).kernel("table_gradient", "PPiii", patient=True).launch(
             (d_table_RD.shape[0],), 256, 0, (table, d_table_RD, grid, 64 * blocks, T)
         )
     if grouping == 1:
-        _sum_groups(reduce, (dk_heads, dv_heads), (dk_BTGD, dv_BTGD), H // G, kv_pitch)
+        hopper.sum_groups((dk_heads, dv_heads), (dk_BTGD, dv_BTGD), H // G, kv_pitch)

@@ -1,54 +1,20 @@
-// What the forward and the backward kernel of short-window attention share: tiles, the skew, masks, dropout.
+// What the forward and the backward kernel of short-window attention share: the skew, its masks, dropout. Tiles: tiles.cuh.
 //
-// A tile is 64 rows (positions, or rows of the position table) of one head, D columns. A square is 64 queries × 64 keys.
 // Row blocks of 64 queries are numbered i, of 64 keys j; window w of the table holds the distances 64 w … 64 w + 63,
-// largest first. A warp of a warpgroup holds 16 rows of a 64-row accumulator: lane l the rows l / 4 and l / 4 + 8,
-// columns 2 (l % 4) and the next one of every tile of 8 columns.
+// largest first.
 //
 // The skew: with r and c a query's and a key's place in their blocks and i - j = w, the relative score of (r, c) is
 // column c - r + 63 of [Q·window wᵀ | Q·window w-1ᵀ]. Rows r and r + 8 are one 8-column tile apart and otherwise shifted
 // alike, by 7 - r % 8: they travel together, packed into one register, through one shuffle.
 #pragma once
 #include "ridgeline/dropout.cuh"
-#include "ridgeline/hopper.cuh"
-#include "lanes.cuh"
+#include "tiles.cuh"
 
 namespace rl {
 
-constexpr int D = HEAD_WIDTH;         // 32 or 64
 constexpr int BLOCKS = ROW_BLOCKS;    // row blocks of 64: ceil(T / 64), at most 4
 constexpr bool RELATIVE = RL_RELATIVE, DROPOUT = RL_DROPOUT;
 
-constexpr int ROW = D * 2;              // bytes
-constexpr int TILE = 64 * ROW;          // bytes
-constexpr int SQUARE = 64 * 64 * 2;     // bytes
-constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
-
-// Byte offset of 16-byte chunk `chunk` of row `row` in a tile, swizzled as the copy engine leaves it.
-RL_HD constexpr u32 tile_offset(u32 row, u32 chunk) {
-  return D == 64 ? swizzle128(row, chunk) : row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
-}
-
-// Operands of wgmma are named by the low word of their descriptor: 16-byte units, to which constants can be added.
-RL_D u32 operand_at(u32 smem) { return ((smem & 0x3FFFF) >> 4) | 1u << 16; }
-// Swizzled rows of 128 or 64 bytes, groups of 8 rows one after the other. Whether the product runs along the rows or
-// across them is the instruction's affair: every operand here is one swizzle atom wide.
-template <int ROW_BYTES>
-RL_D u64 operand(u32 low) {
-  constexpr u64 HIGH = ROW_BYTES == 128 ? 64u | 1u << 30 : 32u | 2u << 30;
-  return HIGH << 32 | low;
-}
-// Keeps the compiler from holding on to what it computed from a value before.
-RL_D u32 afresh(u32 value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-// d[64, 64] (+)= a · bᵀ of two tiles
-RL_D void multiply_tiles(float (&d)[32], u32 a, u32 b, bool fresh) {
-#pragma unroll
-  for (int k = 0; k < D / 16; ++k) wgmma<64, 0, 0>(d, operand<ROW>(a + 2 * k), operand<ROW>(b + 2 * k), k > 0 || !fresh);
-}
 // d[64, D] (+)= square · tile
 RL_D void multiply_square(float (&d)[D / 2], u32 square, u32 tile, bool fresh) {
 #pragma unroll
@@ -167,26 +133,6 @@ RL_D void store_square(u32 square, const u32 (&pairs)[16], int warp, int lane) {
     store_columns(square, b, pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3], warp, lane);
 }
 
-// The 16-bit values of 16 rows × D columns of accumulators, scaled, to rows of `pitch` elements in device memory.
-// Lanes trade halves in pairs, so that a lane writes 8 bytes and four lanes a whole sector.
-RL_D void store_rows(u16* out, int pitch, const float (&d)[D / 2], float scale_low, float scale_high, int rows,
-                     int lane) {
-  const int r = lane >> 2, odd = lane & 1;
-  out += r * pitch + (odd ? 8 + 2 * ((lane & 3) - 1) : 2 * (lane & 3));
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float scale = h ? scale_high : scale_low;
-#pragma unroll
-    for (int k = 0; k < D / 16; ++k) {
-      const u32 a = pack_pair(d[8 * k + 2 * h] * scale, d[8 * k + 2 * h + 1] * scale);
-      const u32 b = pack_pair(d[8 * k + 4 + 2 * h] * scale, d[8 * k + 4 + 2 * h + 1] * scale);
-      const u32 other = shuffle_xor(odd ? a : b, 1);
-      if (r + 8 * h < rows) store_global_8(out + 16 * k, odd ? other : a, odd ? b : other);
-    }
-    out += 8 * pitch;
-  }
-}
-
 // out[D] += scale · the sums over the 16 rows of a warp's accumulators. Of 8 values for 32 columns each exchange of halves
 // leaves a lane with half as many, and at last one; nobody else adds to its place.
 RL_D void add_column_sums(float* out, const float (&d)[D / 2], float scale, int lane) {
@@ -206,19 +152,6 @@ RL_D void add_column_sums(float* out, const float (&d)[D / 2], float scale, int 
     }
     const int k = (lane & 16 ? 4 : 0) + (lane & 8 ? 2 : 0) + (lane & 4 ? 1 : 0);
     add_global(out + 32 * part + k / 2 * 8 + 2 * (lane & 3) + k % 2, v[0] * scale);
-  }
-}
-
-// Scores of a diagonal square: keys after the query count as nothing.
-constexpr float NOTHING = -1e30f;
-RL_D void mask_future(float (&s)[32], int warp, int lane) {
-  const int row = lane >> 2, column = 2 * (lane & 3);
-#pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n < 2 * warp) continue;  // tiles 2 · warp and the next one hold the diagonal
-#pragma unroll
-    for (int e = 0; e < 4; ++e)
-      if (n > 2 * warp + 1 || column + 8 * (n & 1) + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
   }
 }
 

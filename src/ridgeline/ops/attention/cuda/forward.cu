@@ -7,6 +7,7 @@
 // RL_HALVES, for four query blocks and so few heads that no warpgroup has a second one: two warpgroups share a head, one
 // with the last and the first query block, the other with those between, five squares each.
 #include "attention.cuh"
+#include "softmax.cuh"
 
 #ifndef RL_HALVES
 #define RL_HALVES 0
@@ -19,8 +20,6 @@ static_assert(!RL_HALVES || BLOCKS == 4, "only four query blocks fall into two e
 constexpr bool STAGED = BLOCKS == 4 && D == 64;  // at D = 32, measured, rows straight to registers are faster
 // Where query block i waits: K3, K2 and V2 for 2, 1 and 0, and V1 for the next head's 3.
 RL_HD constexpr int query_slot(int i) { return 0x5326 >> (4 * i) & 15; }
-// A row's reference is the largest score of its first key block, and stays so while its probabilities sum to less than this.
-constexpr float LIMIT = RL_FP16 ? 16384.f : 1e18f;
 
 constexpr int WINDOWS_AT = 0, KEYS_AT = RELATIVE ? BLOCKS * TILE : 0, HEAD_BYTES = 2 * BLOCKS * TILE;
 // Barriers of a group: a key block is there; all warps are done with a query block; a query block is there; all warps are
@@ -75,26 +74,6 @@ RL_D void multiply_rows(float (&d)[32], const u32 (&a)[D / 16][4], u32 tile, boo
   for (int k = 0; k < D / 16; ++k) wgmma_registers<64, 0>(d, a[k], operand<ROW>(tile + 2 * k), k > 0 || !fresh);
 }
 
-struct Softmax {
-  float reference[2], sum[2];  // of the thread's two rows; the sum is the thread's share
-};
-RL_D float largest(const float (&s)[32], int h) {
-  float m = NOTHING;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) m = fmaxf(m, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
-  m = fmaxf(m, shuffle_xor(m, 1));
-  return fmaxf(m, shuffle_xor(m, 2));
-}
-// Raises the reference to the largest of these scores and brings what was summed before in line.
-RL_D void raise_reference(Softmax& x, float (&o)[D / 2], const float (&s)[32], float scale) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float now = fmaxf(x.reference[h], largest(s, h) * scale), factor = exp2_fast(x.reference[h] - now);
-    x.reference[h] = now, x.sum[h] *= factor;
-#pragma unroll
-    for (int n = 0; n < D / 8; ++n) o[4 * n + 2 * h] *= factor, o[4 * n + 2 * h + 1] *= factor;
-  }
-}
 // Scores to probabilities, packed along columns. Whether they suit the reference; if not, they are to be done again.
 RL_D bool exponentiate(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float scale, u32 counter, DropoutKeys keys,
                        u32 bias, int group) {
@@ -182,11 +161,7 @@ struct Worker {
   }
   RL_D void start_values(u32 tile, bool fresh) {
     wgmma_fence();
-#pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const u32 part[4] = {pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]};
-      wgmma_registers<D, 1>(o, part, operand<ROW>(tile + BLOCKS * (TILE >> 4) + ROW * b), b > 0 || !fresh);
-    }
+    multiply_pairs(o, pairs, tile + BLOCKS * (TILE >> 4), fresh);
     wgmma_commit();
   }
   // The A operand of the next query block, i of a head whose turn has this parity.

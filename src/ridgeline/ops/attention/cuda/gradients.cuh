@@ -50,11 +50,6 @@ struct Visits {
     const int visit = static_cast<int>(SETS.next_diagonal >> (4 * n)) & 15, next = visit & 8 ? a.next_unit(unit) : unit;
     if (next < a.heads_in_all) start(a, p, next, visit & 3);
   }
-  static RL_D float dot_8(uint4 a, uint4 b) {
-    return pair_low(a.x) * pair_low(b.x) + pair_high(a.x) * pair_high(b.x) + pair_low(a.y) * pair_low(b.y) +
-           pair_high(a.y) * pair_high(b.y) + pair_low(a.z) * pair_low(b.z) + pair_high(a.z) * pair_high(b.z) +
-           pair_low(a.w) * pair_low(b.w) + pair_high(a.w) * pair_high(b.w);
-  }
 };
 // The bias gradient of the joint projection: columns of dQ, then dK, then dV.
 RL_D float* column_sums(const Arguments& a, const Place& p, int column) {

@@ -8,6 +8,7 @@ namespace rl {
 RL_D u32 shuffle(u32 value, int source) { return __shfl_sync(FULL, value, source); }
 RL_D u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
 RL_D float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
+RL_D bool any_in_warp(bool value) { return __any_sync(FULL, value); }
 RL_D void sync_warp() { __syncwarp(); }
 RL_D void sync_block() { __syncthreads(); }
 RL_D int warp_uniform(int value) { return __shfl_sync(FULL, value, 0); }

@@ -1,0 +1,71 @@
+// The plan of plain attention (no relative term, no dropout) over windows of any length.
+//
+// A unit is GROUPS neighbouring row blocks of one head, a block for each warpgroup of a persistent thread block. What the
+// blocks meet on their way, a pair of tiles after the other, streams through a ring in shared memory that all warpgroups of
+// the thread block read, each at its own pace; what belongs to a warpgroup's block is copied a unit ahead. No product has
+// an operand that other warps computed: probabilities and their gradients go from accumulators to operands in registers.
+//
+// Units take turns there and back, so that a thread block that had a long one of a head's units gets a short one next.
+#pragma once
+#include "tiles.cuh"
+
+namespace rl {
+
+constexpr int GROUPS = WARPGROUPS, THREADS = 128 * GROUPS, STAGES = RING_STAGES, PAIR = 2 * TILE;
+// One thread fills the ring AHEAD tiles ahead of its warpgroup; the other groups may be LAG tiles behind before it waits.
+constexpr int LAG = STAGES > 5 ? 2 : 1, AHEAD = STAGES - 1 - LAG;
+static_assert(AHEAD > 0, "the ring is too short");
+
+RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
+
+// Shared memory of a kernel whose warpgroups own OWN tiles each, twice; STATS: row statistics come with each pair.
+template <int OWN, bool STATS>
+struct Place {
+  static constexpr int OWN_AT = STAGES * PAIR, OWN_BYTES = OWN * TILE, STATS_AT = OWN_AT + 2 * GROUPS * OWN_BYTES;
+  static constexpr int STATS_BYTES = 64 * 8, BARRIERS_AT = STATS_AT + (STATS ? STAGES * STATS_BYTES : 0);
+  static constexpr int BARRIERS = 2 * STAGES + 2 * GROUPS, BYTES = BARRIERS_AT + 8 * BARRIERS;
+  u32 smem;
+  int group, warp, lane;
+
+  RL_D Place()
+      : smem(dynamic_smem()), group(warp_uniform(threadIdx.x >> 7)), warp(warp_uniform(threadIdx.x >> 5 & 3)),
+        lane(static_cast<int>(threadIdx.x & 31)) {}
+  RL_D u32 full(u32 tile) const { return smem + BARRIERS_AT + 8 * (tile % STAGES); }
+  RL_D u32 empty(u32 tile) const { return smem + BARRIERS_AT + 8 * (STAGES + tile % STAGES); }
+  RL_D u32 own_full(int round) const { return smem + BARRIERS_AT + 8 * (2 * STAGES + 2 * group + (round & 1)); }
+  RL_D u32 pair(u32 tile) const { return smem + tile % STAGES * PAIR; }
+  RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STAGES * STATS_BYTES; }
+  RL_D u32 own(int round) const { return smem + OWN_AT + (2 * group + (round & 1)) * OWN_BYTES; }
+  RL_D bool fills() const { return group == 0 && leads(); }
+  RL_D bool leads() const { return warp == 0 && lane == 0; }
+
+  RL_D void start() const {
+    if (threadIdx.x == 0) {
+      for (int b = 0; b < BARRIERS; ++b)
+        barrier_init(smem + BARRIERS_AT + 8 * b, b >= STAGES && b < 2 * STAGES ? 4 * GROUPS : 1);
+      barrier_init_fence();
+      fence_async();
+    }
+    wait_for_previous();
+    let_next_start();
+    sync_block();
+  }
+  RL_D void wait_full(u32 tile) const { barrier_wait(full(tile), tile / STAGES & 1); }
+  RL_D void wait_own(int round) const { barrier_wait(own_full(round), round >> 1 & 1); }
+  // Before a tile is copied to the place of the one STAGES before it.
+  RL_D void wait_empty(u32 tile) const {
+    if (tile >= STAGES) barrier_wait(empty(tile), (tile / STAGES - 1) & 1);
+  }
+  RL_D void release(u32 tile) const {  // by one lane of each warp, once all of its products with the tile are done
+    sync_warp();
+    if (lane == 0) barrier_arrive(empty(tile));
+  }
+};
+
+// The thread block's unit in a round, or one beyond the last.
+RL_D int unit_in(int round) {
+  const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  return round * static_cast<int>(gridDim.x) + turn;
+}
+
+}  // namespace rl

@@ -1,0 +1,129 @@
+// Forward of plain attention: output and log-sum-exp. The plan is in plain.cuh; here a warpgroup's block are 64 queries, and
+// keys with their values stream by from the diagonal down.
+#include "plain_queries.cuh"
+#include "softmax.cuh"
+
+namespace rl {
+
+struct Arguments {
+  const TensorMap *q, *k, *v;
+  u16* o;
+  float* lse;
+  int T, blocks, heads, heads_per_group, units, o_pitch;
+  float scale;
+};
+using Here = Place<1, false>;
+
+// Probabilities of a warp's 16 rows, packed along columns, against a reference that suits them.
+RL_D void exponentiate(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float (&o)[D / 2], float scale) {
+  float sum[2];
+#pragma unroll 1
+  while (true) {
+    sum[0] = sum[1] = 0.f;
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float p = exp2_fast(fmaf(s[4 * n + 2 * h], scale, -x.reference[h]));  // by name, or ptxas splits it
+        const float q = exp2_fast(fmaf(s[4 * n + 2 * h + 1], scale, -x.reference[h]));
+        sum[h] += p + q;
+        pairs[2 * n + h] = pack_pair(p, q);
+      }
+    if (!any_in_warp(sum[0] > LIMIT || sum[1] > LIMIT)) break;
+    raise_reference(x, o, s, scale);  // scores are larger by far than on the diagonal: rare
+  }
+  x.sum[0] += sum[0], x.sum[1] += sum[1];
+}
+
+RL_D void load_queries(const Arguments& a, const Here& p, int round) {  // one thread
+  const int number = unit_in(round);
+  if (number >= a.units) return;
+  const Unit unit(a, number);
+  barrier_expect(p.own_full(round), TILE);
+  copy_4d(p.own(round), a.q, 0, unit.index, 64 * unit.block(p.group, round), unit.batch, p.own_full(round));
+}
+// The end of a query block: log-sum-exp and output.
+RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int i, Softmax& x, const float (&o)[D / 2]) {
+  float share[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    x.sum[h] += shuffle_xor(x.sum[h], 1);
+    x.sum[h] += shuffle_xor(x.sum[h], 2);
+    share[h] = reciprocal_fast(x.sum[h]);
+    const int at = 64 * i + 16 * p.warp + (p.lane >> 2) + 8 * h;
+    if ((p.lane & 3) == 0 && at < a.T)
+      a.lse[static_cast<i64>(unit.head) * a.T + at] = (x.reference[h] + log2_fast(x.sum[h])) * LN_2;
+  }
+  const int at = 64 * i + 16 * p.warp;
+  store_rows(a.o + (static_cast<i64>(unit.batch) * a.T + at) * a.o_pitch + unit.index * D, a.o_pitch, o, share[0], share[1],
+             a.T - at, p.lane);
+}
+
+RL_D void run(const Arguments& a, const Here& p) {
+  const float scale = a.scale * LOG2_E;
+  KeyStream<Arguments, Here> stream;
+  if (p.leads()) load_queries(a, p, 0);
+  if (p.fills()) stream.fill(a, p, AHEAD);
+  sync_warp();
+  float s[32], o[D / 2];
+  u32 pairs[16], tile = 0;
+#pragma unroll 1
+  for (int round = 0; unit_in(round) < a.units; ++round) {
+    const Unit unit(a, unit_in(round));
+    const int i = unit.block(p.group, round);
+    named_barrier<128>(1 + p.group);  // all are done with the queries of the unit before
+    if (p.leads()) load_queries(a, p, round + 1);
+    sync_warp();
+    Softmax x{{NOTHING, NOTHING}, {0.f, 0.f}};
+    p.wait_own(round);
+#pragma unroll 1
+    for (int j = unit.top; j >= 0; --j, ++tile) {
+      p.wait_full(tile);
+      const bool seen = j <= i && i < a.blocks;
+      if (seen) {
+        const u32 keys = operand_at(p.pair(tile));
+        wgmma_fence();
+        multiply_tiles(s, operand_at(p.own(round)), keys, true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_touch(s);
+        wgmma_touch(o);
+        if (j < i) p.release(tile - 1);
+        if (j == i) {
+          mask_future(s, p.warp, p.lane);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) x.reference[h] = largest(s, h) * scale;
+        }
+        exponentiate(pairs, s, x, o, scale);
+        wgmma_fence();
+        multiply_pairs(o, pairs, keys + units(TILE), j == i);
+        wgmma_commit();
+      } else {
+        p.release(tile);
+      }
+      if (p.fills()) stream.fill(a, p, tile + 1 + AHEAD);
+      sync_warp();
+    }
+    wgmma_wait<0>();
+    wgmma_touch(o);
+    if (i < a.blocks) {
+      p.release(tile - 1);
+      finish(a, p, unit, i, x, o);
+    }
+  }
+}
+
+}  // namespace rl
+
+// Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
+// 1 × 64 × 1 × D.
+extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
+    plain_forward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
+                  const __grid_constant__ rl::TensorMap v, rl::u16* o, float* lse, int T, int heads, int heads_per_group,
+                  int units, int o_pitch, float scale) {
+  using namespace rl;
+  const Arguments a{&q, &k, &v, o, lse, T, ceil_div(T, 64), heads, heads_per_group, units, o_pitch, scale};
+  const Here p;
+  p.start();
+  run(a, p);
+}

@@ -1,0 +1,175 @@
+// Backward of plain attention, second kernel: dK and dV. The plan is in plain.cuh; a warpgroup's block are 64 keys, squares
+// have keys as rows, and queries with their gradients stream by, of one head that uses the keys after the other.
+#include "plain.cuh"
+
+namespace rl {
+
+struct Arguments {
+  const TensorMap *q, *k, *v, *d_o, *stats;
+  u16 *dk, *dv;
+  float *dk_parts, *dv_parts;
+  int T, blocks, heads, heads_per_part, parts, units, kv_pitch;  // parts: of the heads that share keys
+  float scale;
+};
+using Here = Place<2, true>;
+
+// GROUPS blocks of keys of one key head, for one part of its query heads; the first ones have the most queries.
+struct Unit {
+  int part, first_head, batch, group, first;  // part: its number among those of all samples and key heads
+  RL_D Unit(const Arguments& a, int number) {
+    const int blocks = ceil_div(a.blocks, GROUPS), head_parts = a.heads / a.heads_per_part;
+    first = GROUPS * (number % blocks), part = number / blocks, batch = part / head_parts;
+    first_head = (part - batch * head_parts) * a.heads_per_part, group = (part - batch * head_parts) / a.parts;
+  }
+  // The key block of a warpgroup: a longer and a shorter one in turn. One that does not exist sees nothing.
+  RL_D int block(int warpgroup, int round) const { return first + (warpgroup + round) % GROUPS; }
+};
+
+struct QueryStream {  // of the thread that fills the ring
+  u32 count = 0;
+  int round = 0, i = 0, head = 0, last_head = 0, first = 0, batch = 0;  // head: of the sample
+  RL_D void fill(const Arguments& a, const Here& p, u32 end) {
+    for (; count < end; ++count, ++i) {
+      if (i == a.blocks) i = first, ++head;
+      if (head == last_head) {
+        const int number = unit_in(round++);
+        if (number >= a.units) {
+          i = a.blocks, --head;  // and so the next time
+          return;
+        }
+        const Unit unit(a, number);
+        i = first = unit.first, head = unit.first_head, last_head = head + a.heads_per_part, batch = unit.batch;
+      }
+      p.wait_empty(count);
+      const u32 to = p.pair(count), barrier = p.full(count);
+      barrier_expect(barrier, PAIR + Here::STATS_BYTES);
+      copy_4d(to, a.q, 0, head, 64 * i, batch, barrier);
+      copy_4d(to + TILE, a.d_o, 0, head, 64 * i, batch, barrier);
+      copy_2d(p.stats(count), a.stats, 256 * i, batch * a.heads + head, barrier);
+    }
+  }
+};
+
+RL_D void load_own(const Arguments& a, const Here& p, int round) {  // one thread
+  const int number = unit_in(round);
+  if (number >= a.units) return;
+  const Unit unit(a, number);
+  const int row = 64 * unit.block(p.group, round);
+  const u32 to = p.own(round), barrier = p.own_full(round);
+  barrier_expect(barrier, 2 * TILE);
+  copy_4d(to, a.k, 0, unit.group, row, unit.batch, barrier);
+  copy_4d(to + TILE, a.v, 0, unit.group, row, unit.batch, barrier);
+}
+// P and dS of a square from S and dP, packed along columns. stats: log-sum-exp and delta of each column's query.
+RL_D void differentiate(u32 (&pairs_p)[16], u32 (&pairs_ds)[16], const float (&s)[32], const float (&dp)[32], u32 stats,
+                        float scale, int lane) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    const uint4 x = load_shared_16(stats + 64 * n + 16 * (lane & 3));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = 4 * n + 2 * h;
+      const float p = exp2_fast(s[at] * scale - from_bits(x.x)), q = exp2_fast(s[at + 1] * scale - from_bits(x.z));
+      pairs_p[2 * n + h] = pack_pair(p, q);
+      pairs_ds[2 * n + h] = pack_pair(p * (dp[at] - from_bits(x.y)), q * (dp[at + 1] - from_bits(x.w)));
+    }
+  }
+}
+RL_D void store_part(float* out, const float (&d)[D / 2], float scale, int rows, int lane) {
+  out += (lane >> 2) * D + 2 * (lane & 3);
+#pragma unroll
+  for (int n = 0; n < D / 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if ((lane >> 2) + 8 * h < rows)
+        store_global_8(out + 8 * h * D + 8 * n, as_bits(d[4 * n + 2 * h] * scale), as_bits(d[4 * n + 2 * h + 1] * scale));
+}
+RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int j, const float (&dk)[D / 2], const float (&dv)[D / 2]) {
+  const int row = 64 * j + 16 * p.warp;
+  if (a.parts > 1) {  // a third kernel sums them
+    const i64 at = (static_cast<i64>(unit.part) * a.T + row) * D;
+    store_part(a.dk_parts + at, dk, a.scale, a.T - row, p.lane);
+    store_part(a.dv_parts + at, dv, 1.f, a.T - row, p.lane);
+  } else {
+    const i64 at = (static_cast<i64>(unit.batch) * a.T + row) * a.kv_pitch + unit.group * D;
+    store_rows(a.dk + at, a.kv_pitch, dk, a.scale, a.scale, a.T - row, p.lane);
+    store_rows(a.dv + at, a.kv_pitch, dv, 1.f, 1.f, a.T - row, p.lane);
+  }
+}
+
+RL_D void run(const Arguments& a, const Here& p) {
+  const float scale = a.scale * LOG2_E;
+  QueryStream stream;
+  if (p.leads()) load_own(a, p, 0);
+  if (p.fills()) stream.fill(a, p, AHEAD);
+  sync_warp();
+  float s[32], dp[32], dk[D / 2], dv[D / 2];
+  u32 pairs_p[16], pairs_ds[16], tile = 0;
+#pragma unroll 1
+  for (int round = 0; unit_in(round) < a.units; ++round) {
+    const Unit unit(a, unit_in(round));
+    const int j = unit.block(p.group, round);
+    named_barrier<128>(1 + p.group);  // all are done with the keys of the unit before
+    if (p.leads()) load_own(a, p, round + 1);
+    sync_warp();
+    bool fresh = true;
+    u32 held = 0;  // the tile whose products are under way, unless fresh
+    p.wait_own(round);
+    const u32 keys = operand_at(p.own(round));
+#pragma unroll 1
+    for (int h = 0; h < a.heads_per_part; ++h)
+#pragma unroll 1
+      for (int i = unit.first; i < a.blocks; ++i, ++tile) {
+        p.wait_full(tile);
+        if (i >= j) {
+          const u32 queries = operand_at(p.pair(tile));
+          wgmma_wait<0>();  // before the scores begin, whose registers they need
+          wgmma_touch(dk);
+          wgmma_touch(dv);
+          if (!fresh) p.release(held);
+          wgmma_fence();
+          multiply_tiles(s, keys, queries, true);
+          multiply_tiles(dp, keys + units(TILE), queries + units(TILE), true);
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_touch(s);
+          wgmma_touch(dp);
+          if (i == j) mask_past(s, p.warp, p.lane);
+          differentiate(pairs_p, pairs_ds, s, dp, p.stats(tile), scale, p.lane);
+          wgmma_fence();
+          multiply_pairs(dv, pairs_p, queries + units(TILE), fresh);
+          multiply_pairs(dk, pairs_ds, queries, fresh);
+          wgmma_commit();
+          fresh = false, held = tile;
+        } else {
+          p.release(tile);
+        }
+        if (p.fills()) stream.fill(a, p, tile + 1 + AHEAD);
+        sync_warp();
+      }
+    wgmma_wait<0>();
+    wgmma_touch(dk);
+    wgmma_touch(dv);
+    if (j < a.blocks) {
+      p.release(held);
+      finish(a, p, unit, j, dk, dv);
+    }
+  }
+}
+
+}  // namespace rl
+
+// Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
+// 1 × 64 × 1 × D; of the rows' statistics as (B · heads, 256 · ceil(T / 64)) of 16 bits with boxes of 1 × 256.
+extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
+    plain_keys(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
+               const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
+               const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts, float* dv_parts, int T,
+               int heads, int heads_per_part, int parts, int units, int kv_pitch, float scale) {
+  using namespace rl;
+  const Arguments a{&q, &k, &v, &d_o, &stats, dk, dv, dk_parts, dv_parts, T, ceil_div(T, 64), heads, heads_per_part, parts, units,
+                    kv_pitch, scale};
+  const Here p;
+  p.start();
+  run(a, p);
+}

@@ -1,0 +1,144 @@
+// Backward of plain attention, first kernel: dQ, and for the second one each row's log-sum-exp and delta = rowsum(dO ∘ O).
+// The plan is in plain.cuh; a warpgroup's block are 64 queries, and keys with their values stream by from the diagonal down.
+#include "plain_queries.cuh"
+
+namespace rl {
+
+struct Arguments {
+  const TensorMap *q, *k, *v, *o, *d_o;
+  const float* lse;
+  u16* dq;
+  float* stats;  // a pair for each row
+  int T, blocks, heads, heads_per_group, units, q_pitch;
+  float scale;
+};
+using Here = Place<3, false>;
+constexpr int D_O = TILE, O = 2 * TILE;  // of a warpgroup's own tiles, after Q
+
+RL_D void load_own(const Arguments& a, const Here& p, int round) {  // one thread
+  const int number = unit_in(round);
+  if (number >= a.units) return;
+  const Unit unit(a, number);
+  const int row = 64 * unit.block(p.group, round);
+  const u32 to = p.own(round), barrier = p.own_full(round);
+  barrier_expect(barrier, 3 * TILE);
+  copy_4d(to, a.q, 0, unit.index, row, unit.batch, barrier);
+  copy_4d(to + D_O, a.d_o, 0, unit.index, row, unit.batch, barrier);
+  copy_4d(to + O, a.o, 0, unit.index, row, unit.batch, barrier);
+}
+
+// What belongs to the two rows of a thread. Rows beyond the last have probabilities of nothing.
+struct Rows {
+  float lse[2], delta[2];
+  RL_D void load(const Arguments& a, const Here& p, int round) {
+    const int number = unit_in(round);
+    if (number >= a.units) return;
+    const Unit unit(a, number);
+    const int row = 64 * unit.block(p.group, round) + 16 * p.warp + (p.lane >> 2);
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      lse[h] = row + 8 * h < a.T ? a.lse[static_cast<i64>(unit.head) * a.T + row + 8 * h] * LOG2_E : -NOTHING;
+  }
+  RL_D void compute(const Arguments& a, const Here& p, const Unit& unit, int i, u32 own) {
+    const int place = p.lane & 3;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = 16 * p.warp + (p.lane >> 2) + 8 * h;
+      float sum = 0.f;
+#pragma unroll
+      for (int part = 0; part < D / 32; ++part) {
+        const u32 at = tile_offset(row, D == 64 ? place + 4 * ((row ^ part) & 1) : place);
+        sum += dot_8(load_shared_16(own + O + at), load_shared_16(own + D_O + at));
+      }
+      sum += shuffle_xor(sum, 1);
+      delta[h] = sum + shuffle_xor(sum, 2);
+      if (place == 0 && i < a.blocks)
+        store_global_8(a.stats + 2 * ((static_cast<i64>(unit.head) * a.blocks + i) * 64 + row), as_bits(lse[h]), as_bits(delta[h]));
+    }
+  }
+};
+// dS of a square from S and dP, packed along columns.
+RL_D void differentiate(u32 (&pairs)[16], const float (&s)[32], const float (&dp)[32], const Rows& rows, float scale) {
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = 4 * n + 2 * h;
+      const float p = exp2_fast(s[at] * scale - rows.lse[h]), q = exp2_fast(s[at + 1] * scale - rows.lse[h]);
+      pairs[2 * n + h] = pack_pair(p * (dp[at] - rows.delta[h]), q * (dp[at + 1] - rows.delta[h]));
+    }
+}
+
+RL_D void run(const Arguments& a, const Here& p) {
+  const float scale = a.scale * LOG2_E;
+  KeyStream<Arguments, Here> stream;
+  if (p.leads()) load_own(a, p, 0);
+  if (p.fills()) stream.fill(a, p, AHEAD);
+  sync_warp();
+  float s[32], dp[32], dq[D / 2];
+  u32 pairs[16], tile = 0;
+  Rows next;
+  next.load(a, p, 0);
+#pragma unroll 1
+  for (int round = 0; unit_in(round) < a.units; ++round) {
+    const Unit unit(a, unit_in(round));
+    const int i = unit.block(p.group, round);
+    const u32 own = p.own(round);
+    named_barrier<128>(1 + p.group);  // all are done with the queries of the unit before
+    if (p.leads()) load_own(a, p, round + 1);
+    sync_warp();
+    Rows rows = next;
+    next.load(a, p, round + 1);
+    p.wait_own(round);
+    rows.compute(a, p, unit, i, own);
+#pragma unroll 1
+    for (int j = unit.top; j >= 0; --j, ++tile) {
+      p.wait_full(tile);
+      if (j <= i && i < a.blocks) {
+        const u32 keys = operand_at(p.pair(tile)), queries = operand_at(own);
+        wgmma_fence();
+        multiply_tiles(s, queries, keys, true);
+        multiply_tiles(dp, queries + units(D_O), keys + units(TILE), true);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_touch(s);
+        wgmma_touch(dp);
+        wgmma_touch(dq);
+        if (j < i) p.release(tile - 1);
+        if (j == i) mask_future(s, p.warp, p.lane);
+        differentiate(pairs, s, dp, rows, scale);
+        wgmma_fence();
+        multiply_pairs(dq, pairs, keys, j == i);
+        wgmma_commit();
+      } else {
+        p.release(tile);
+      }
+      if (p.fills()) stream.fill(a, p, tile + 1 + AHEAD);
+      sync_warp();
+    }
+    wgmma_wait<0>();
+    wgmma_touch(dq);
+    if (i < a.blocks) {
+      p.release(tile - 1);
+      const int at = 64 * i + 16 * p.warp;
+      store_rows(a.dq + (static_cast<i64>(unit.batch) * a.T + at) * a.q_pitch + unit.index * D, a.q_pitch, dq, a.scale, a.scale,
+                 a.T - at, p.lane);
+    }
+  }
+}
+
+}  // namespace rl
+
+// Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
+// 1 × 64 × 1 × D. stats: (B, heads, 64 · ceil(T / 64)) pairs.
+extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
+    plain_queries(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
+                  const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
+                  const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats, int T, int heads,
+                  int heads_per_group, int units, int q_pitch, float scale) {
+  using namespace rl;
+  const Arguments a{&q, &k, &v, &o, &d_o, lse, dq, stats, T, ceil_div(T, 64), heads, heads_per_group, units, q_pitch, scale};
+  const Here p;
+  p.start();
+  run(a, p);
+}

@@ -1,0 +1,157 @@
+"""Plain attention (no relative term, no dropout) over windows of any length in CUDA C++ for Hopper.
+
+Launches that write into given buffers, as those of short.py; see cuda/plain.cuh for the plan. The backward pass is two
+kernels, dQ with the rows' statistics and then dK and dV, and a third where the query heads of a key head are split.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.attention import hopper
+
+_FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPiiiiif", "MMMMMPPPPiiiiiif"
+
+
+class Launch(NamedTuple):
+    """How a kernel is launched: warpgroups of a thread block, tile pairs in its ring, blocks a multiprocessor."""
+
+    groups: int
+    stages: int
+    per_processor: int
+
+    def smem(self, D: int, own: int, stats: bool = False) -> int:
+        """Bytes of shared memory of a thread block whose warpgroups own `own` tiles: the sums of cuda/plain.cuh."""
+        tile, barriers = 128 * D, 2 * self.stages + 2 * self.groups
+        return 2 * (self.stages + self.groups * own) * tile + 512 * stats * self.stages + 8 * barriers
+
+    def units(self, T: int) -> int:
+        """Units of a head."""
+        return -(-T // (64 * self.groups))
+
+
+class Launches(NamedTuple):
+    """Launches of the three kernels."""
+
+    forward: Launch
+    queries: Launch
+    keys: Launch
+
+
+LAUNCHES = {
+    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(2, 8, 2)),
+    64: Launches(Launch(2, 5, 2), Launch(3, 5, 1), Launch(3, 7, 1)),
+}
+
+
+def unsupported(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None) -> str | None:
+    """Why these inputs are not for these kernels, or None."""
+    if table_RD is not None:
+        return "has no relative term"
+    return hopper.unsupported({"q": q_BTHD, "k": k_BTGD, "v": v_BTGD})
+
+
+def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
+    """Into how many parts the query heads of a key head are split for dK and dV: as few as give two rounds of units."""
+    B, T, H, _ = q_BTHD.shape
+    share, units = H // k_BTGD.shape[2], B * k_BTGD.shape[2] * launch.units(T)
+    wanted = 2 * launch.per_processor * hopper.processors(q_BTHD.device)
+    return next((parts for parts in range(1, share) if share % parts == 0 and parts * units >= wanted), share)
+
+
+def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str) -> cuda.Kernel:
+    defines = {
+        "HEAD_WIDTH": q_BTHD.shape[3], "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages,
+        "BLOCKS_PER_PROCESSOR": launch.per_processor, "RL_FP16": int(q_BTHD.dtype == torch.float16),
+    }  # fmt: skip
+    return cuda.load(hopper.SOURCES / f"{name}.cu", defines).kernel(name, kinds, patient=True)
+
+
+def _grid(launch: Launch, units: int, device: torch.device) -> tuple[int]:
+    return (min(launch.per_processor * hopper.processors(device), units),)
+
+
+def forward(
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    out_BTHD: Tensor,
+    lse_BHT: Tensor,
+    *,
+    scale: float,
+    launches: Launches | None = None,
+) -> None:
+    """Attention's output and the log-sum-exp (natural, fp32) of each row's scaled scores.
+
+    Args:
+        q_BTHD, k_BTGD, v_BTGD: bf16 or fp16, strided as `unsupported` says.
+        out_BTHD: same dtype; heads are neighbours, any row pitch.
+        lse_BHT: fp32, contiguous.
+        scale: of the scores.
+        launches: LAUNCHES[D] where none are given.
+    """
+    B, T, H, D = q_BTHD.shape
+    launch = (launches or LAUNCHES[D]).forward
+    units = B * H * launch.units(T)
+    arguments = (
+        hopper.tiles(q_BTHD), hopper.tiles(k_BTGD), hopper.tiles(v_BTGD), out_BTHD, lse_BHT, T, H, H // k_BTGD.shape[2],
+        units, hopper.pitch("out", out_BTHD), scale,
+    )  # fmt: skip
+    kernel = _kernel("plain_forward", launch, q_BTHD, _FORWARD_KINDS)
+    kernel.launch(_grid(launch, units, q_BTHD.device), 128 * launch.groups, launch.smem(D, 1), arguments)
+
+
+def backward(
+    d_out_BTHD: Tensor,
+    q_BTHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    out_BTHD: Tensor,
+    lse_BHT: Tensor,
+    dq_BTHD: Tensor,
+    dk_BTGD: Tensor,
+    dv_BTGD: Tensor,
+    *,
+    scale: float,
+    launches: Launches | None = None,
+) -> None:
+    """All gradients of `forward`, each written once, in a fixed order of summation.
+
+    Args:
+        d_out_BTHD: gradient of the output, same dtype, strided as the inputs.
+        q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT: as in `forward`.
+        dq_BTHD, dk_BTGD, dv_BTGD: gradients; heads are neighbours, any row pitch (dk's and dv's the same).
+        scale, launches: as in `forward`.
+    """
+    B, T, H, D = q_BTHD.shape
+    G = k_BTGD.shape[2]
+    launches = launches or LAUNCHES[D]
+    device, parts = q_BTHD.device, key_parts(q_BTHD, k_BTGD, launches.keys)
+    stats = torch.empty(B * H, 128 * -(-T // 64), device=device)
+    heads = torch.empty(2, B, G * parts, T, D, device=device) if parts > 1 else stats.new_empty(2, 0)
+    inputs = [hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD)]
+    d_out, kv_pitch = hopper.tiles(d_out_BTHD), hopper.common_pitch(dk_BTGD, dv_BTGD)
+
+    launch = launches.queries
+    units = B * H * launch.units(T)
+    arguments: tuple[cuda.Argument, ...] = (
+        *inputs, hopper.tiles(out_BTHD), d_out, lse_BHT, dq_BTHD, stats, T, H, H // G, units,
+        hopper.pitch("dq", dq_BTHD), scale,
+    )  # fmt: skip
+    kernel = _kernel("plain_queries", launch, q_BTHD, _QUERY_KINDS)
+    kernel.launch(_grid(launch, units, device), 128 * launch.groups, launch.smem(D, 3), arguments)
+
+    launch = launches.keys
+    units = B * G * parts * launch.units(T)
+    statistics = cuda.tensor_map(stats.view(torch.bfloat16), box=(1, 256), swizzle=0)
+    arguments = (
+        *inputs, d_out, statistics, dk_BTGD, dv_BTGD, *heads, T, H, H // (G * parts), parts, units, kv_pitch, scale,
+    )  # fmt: skip
+    kernel = _kernel("plain_keys", launch, q_BTHD, _KEY_KINDS)
+    kernel.launch(_grid(launch, units, device), 128 * launch.groups, launch.smem(D, 2, stats=True), arguments)
+    if parts > 1:
+        hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)
