@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-TARGET, POINTS, WORKERS = 1.4697, 12, int(os.environ.get("WORKERS", "4"))
+TARGET, POINTS, WORKERS = 1.4697, 15, int(os.environ.get("WORKERS", "4"))
 SMALL = {"layers": 6, "width": 256, "heads": 8}
 NANO = {"layers": 6, "width": 384, "heads": 6}
 ADAMW = {"algorithm": "adamw", "betas": [0.9, 0.99], "weight_decay": 0.1, "warmup": 100, "floor": 0.0}
@@ -32,45 +32,38 @@ def some(base, **changes):
     return {**base, **changes}
 
 
-STAGES = {  # (share of the steps until which it lasts, batch, context), before the trial's own batch and context
-    "short": [(0.4, 256, 64)],
-    "steps": [(0.4, 256, 64), (0.7, 128, 128)],
-    "small": [(0.5, 32, 256)],
-    "both": [(0.5, 128, 64)],
-}
-
-
 def nano(lr=2e-3, steps=1000, batch=64, dropout=0.2, optimizer=MUON, decoder=NANO, stages=(), **more):
     fields = ("positions", "kv_heads", "norm", "bias", "mlp_width", "layers")
     shape = {key: more.pop(key) for key in fields if key in more}
     return trial(some(decoder, dropout=dropout, **shape), some(optimizer, lr=lr, **more), batch, steps, stages=stages)
 
 
-def small(lr=2e-3, steps=3000, batch=32, dropout=0.1, **more):
+def small(lr=4e-3, steps=1200, batch=32, dropout=0.1, **more):
     return nano(lr, steps, batch, dropout, decoder=SMALL, **more)
 
 
+# stages: (share of the steps until which it lasts, batch, context), before the trial's own batch and context
 TRIALS = {
+    "small": small(),
+    "rel": small(positions="relative"),
+    "lr2": small(2e-3),
+    "short": small(stages=[(0.4, 128, 64)]),
+    "rel-short": small(positions="relative", stages=[(0.4, 128, 64)]),
+    "rel-800": small(steps=800, positions="relative"),
+    "adamw": small(2e-3, optimizer=ADAMW),
+    "batch": small(stages=[(0.5, 16, 256)]),
+    "dropout-0": small(steps=900, dropout=0.0),
+    "stable": small(stable=0.5),
+    "rel-lr8": small(8e-3, positions="relative"),
+    "fast": small(kv_heads=1, norm="rmsnorm", bias=False, mlp_width=512),
+    "dropout-2": small(dropout=0.2),
+    "layers-4": small(layers=4),
+    "wd-3": small(weight_decay=0.3),
+    "batch-64": small(6e-3, 700, 64),
+    "warm-20": small(warmup=20),
+    "adamw-rel": small(3e-3, optimizer=ADAMW, positions="relative"),
+    "nano-rel": nano(4e-3, 500, positions="relative"),
     "nano-adamw": nano(1e-3, 2000, optimizer=ADAMW),
-    "nano-muon": nano(),
-    "small-muon": small(),
-    "nano-muon-rel": nano(positions="relative"),
-    "nano-muon-lr4": nano(4e-3),
-    "nano-muon-steps1500": nano(steps=1500),
-    "nano-muon-short": nano(stages=STAGES["short"]),
-    "small-adamw": small(1.5e-3, 5000, optimizer=ADAMW),
-    "nano-muon-d3": nano(steps=1500, dropout=0.3),
-    "small-muon-rel": small(positions="relative", steps=2000),
-    "nano-muon-b128": nano(4e-3, 700, 128),
-    "nano-muon-b32": nano(2e-3, 1500, 32),
-    "nano-muon-stable": nano(stable=0.6),
-    "nano-muon-small": nano(stages=STAGES["small"]),
-    "nano-muon-wd4": nano(weight_decay=0.4),
-    "nano-muon-fast": nano(kv_heads=1, norm="rmsnorm", bias=False),
-    "wide-muon": nano(decoder={"layers": 4, "width": 512, "heads": 8}),
-    "small-muon-lr4": small(4e-3, 2000),
-    "nano-adamw-lr2": nano(2e-3, 1500, optimizer=ADAMW),
-    "nano-muon-steps": nano(stages=STAGES["steps"]),
 }
 
 
