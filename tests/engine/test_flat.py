@@ -12,6 +12,7 @@ from engine.helpers import Stranger, gather, language_batch, stranger_loss
 from ridgeline.engine import FlatParameters
 from ridgeline.engine.slots import ALIGN
 from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.ops.known import padded_rows
 
 
 def stranger() -> Stranger:
@@ -151,3 +152,19 @@ def test_a_model_can_be_copied_and_saved(tmp_path):
     assert torch.equal(flat.copies, flat.masters.bfloat16())
     again = torch.load(tmp_path / "model.pt", weights_only=False)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+
+def test_matrices_are_followed_by_zeros_up_to_whole_blocks_of_rows():
+    model = nn.Sequential(nn.Linear(8, 65), nn.Linear(65, 64))
+    flat = FlatParameters(model, compute=torch.bfloat16)
+    places = {slot.name: slot for slot in flat.slots}
+    assert places["0.weight"].padded == (128, 8)
+    assert places["1.weight"].padded == places["1.weight"].shape
+    with flat.swapped():
+        wide = padded_rows(model[0].weight)
+        assert wide is not None
+        assert torch.equal(wide[:65], model[0].weight)
+        assert wide.shape == (128, 8)
+        assert not wide[65:].any()
+        assert padded_rows(model[1].weight) is None
+    assert padded_rows(model[0].weight) is None

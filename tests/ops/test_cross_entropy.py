@@ -6,6 +6,7 @@ import torch
 from error_budget import DEVICE, DTYPES, compare
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
+from ridgeline.ops.known import is_one, one
 
 pytest.importorskip("triton")
 
@@ -157,3 +158,25 @@ def test_a_large_head() -> None:
         return linear_cross_entropy(hidden, weight, None, targets, chunk=1024, impl=impl)
 
     compare(op, inputs, "triton")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_computed_with_the_loss_is_the_one_computed_after_it(dtype: torch.dtype) -> None:
+    hidden, weight = draw(50, 24, dtype=dtype, seed=1).requires_grad_(), draw(65, 24, dtype=dtype, seed=2) / 4
+    bias, targets = draw(65, dtype=dtype, seed=3).requires_grad_(), draw_targets(50, 65)
+    weight.requires_grad_()
+
+    def gradients(start: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, bias, targets, impl="triton")
+        return torch.autograd.grad(loss, [hidden, weight, bias], start)
+
+    for known, asked in zip(gradients(one(hidden.device)), gradients(torch.ones((), device=DEVICE)), strict=True):
+        assert torch.equal(known, asked)
+
+
+def test_only_one_itself_is_known_to_be_one() -> None:
+    known = one(torch.device(DEVICE))
+    assert is_one(known.view(()))
+    assert is_one(known.view(1))
+    assert not is_one(torch.ones((), device=known.device))
+    assert not is_one(known.expand(3))

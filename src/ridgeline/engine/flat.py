@@ -7,7 +7,8 @@ to the step alone, so no autograd node of an earlier pass on another stream hang
 whole-step capture fail in ordinary code. The gradients of the leaves are gathered in one flat fp32 buffer. Every lane
 has leaves and a gradient buffer of its own; the first lane's buffer receives the sum.
 
-    masters  fp32[N]   [ weights of Muon | weights with decay | weights without decay ], each weight padded to ALIGN
+    masters  fp32[N]   [ weights of Muon | weights with decay | weights without decay ], each weight padded to ALIGN, a
+              matrix first to a multiple of 64 rows (see ops/known.py)
     copies   compute precision, same layout
     grad     fp32[N + ALIGN]  same layout, then a slot for the loss and one for the weight of the samples behind it,
              so that one all-reduce moves all three

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.engine.slots import ALIGN, Slot
+from ridgeline.ops import known
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 
@@ -29,8 +30,11 @@ class Gradients:
         self.buffer = torch.zeros(self.size + ALIGN, device=copies.device)
         self.leaves = [nn.Parameter(slot.of(copies)) for slot in slots]
         self.sinks = [GradientSink(slot.of(self.buffer)) for slot in slots]
-        for leaf, sink in zip(self.leaves, self.sinks, strict=True):
+        for slot, leaf, sink in zip(slots, self.leaves, self.sinks, strict=True):
             setattr(leaf, ATTRIBUTE, sink)
+            if slot.padded != slot.shape:
+                wide = copies[slot.offset : slot.offset + slot.padded.numel()].view(slot.padded)
+                setattr(leaf, known.ATTRIBUTE, wide)
         self._scratch: Tensor | None = None
 
     def begin(self, *, add: bool) -> None:
@@ -45,6 +49,8 @@ class Gradients:
         Args:
             gradients: in the order of `leaves`, any dtype; None where there is none or its op has written it.
         """
+        for sink in self.sinks:
+            sink.join()
         fresh: list[tuple[int, Tensor]] = []
         for index, (sink, gradient) in enumerate(zip(self.sinks, gradients, strict=True)):
             if gradient is None:

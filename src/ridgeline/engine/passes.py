@@ -23,6 +23,7 @@ from ridgeline.engine.precision import Precision
 from ridgeline.engine.reduction import Reduction
 from ridgeline.errors import ConfigError
 from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.known import one
 
 LossCall = Callable[[Any, DropoutState], Tensor]
 
@@ -81,7 +82,7 @@ class Passes:
         self.seed_step, self.loss_scale = seed_step, loss_scale
         self.mark: Mark = no_mark
         self.whole: Tensor | None = None
-        self._one = torch.ones((), device=flat.device)  # the loss's own gradient, not filled anew in every step
+        self._one = one(flat.device)  # the loss's own gradient, not filled anew in every step
         self._streams: list[torch.cuda.Stream] = []
         if flat.device.type == "cuda":
             self._streams = [torch.cuda.Stream(flat.device) for _ in range(cut.lanes - 1)]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ridgeline.ops.known import ROWS
+
 ALIGN = 128  # elements; 512 bytes of fp32 and 256 of bf16, enough for every vector load and tensor map
 
 Decays = Callable[[str, nn.Parameter], bool]
@@ -32,6 +34,12 @@ class Slot:
     def size(self) -> int:
         """Elements of the parameter."""
         return self.shape.numel()
+
+    @property
+    def padded(self) -> torch.Size:
+        """The shape with the rows that a matrix is followed by, all zeros: up to a multiple of ROWS."""
+        rows = self.shape[0] + -self.shape[0] % ROWS if len(self.shape) == 2 else None
+        return self.shape if rows is None else torch.Size((rows, self.shape[1]))
 
     def of(self, flat: Tensor, start: int = 0) -> Tensor:
         """The parameter's view of a flat buffer, or of one that begins at element `start` of the layout."""
@@ -64,6 +72,6 @@ def lay_out(named: Sequence[tuple[str, nn.Parameter]], decays: Decays, orthogona
         offset = ends[-1]
         for name, parameter in group:
             slots.append(Slot(name, offset, parameter.shape, number < 2))
-            offset = -(-(offset + parameter.numel()) // ALIGN) * ALIGN
+            offset = -(-(offset + slots[-1].padded.numel()) // ALIGN) * ALIGN
         ends.append(offset)
     return Layout(slots, *ends[1:])

@@ -8,6 +8,9 @@ dtype and copied. Where there is none, it returns the gradient as usual.
 An op may say that what it took is `finished`: the kernel that writes it has been launched, on the stream that is
 current. A step on several cards then sends it off while the backward pass goes on. An op that never says so is as
 right, its gradient only leaves later.
+
+An op may write on a stream of its own, and say so with `beside`; whoever takes the sink next, and the step before it
+reads the gradients, waits for that stream.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ class GradientSink:
         self.target, self.add = target, False
         self.takes = self.finishes = 0
         self.report: Callable[[], None] | None = None
+        self._beside: list[tuple[torch.cuda.Stream, tuple[Tensor, ...]]] = []
 
     def begin(self, *, add: bool) -> None:
         """Starts a pass; `add` says whether it adds to what is there."""
@@ -49,9 +53,20 @@ class GradientSink:
 
     def take(self) -> tuple[Tensor, bool]:
         """The target and whether to add to it; a weight that is used twice adds the second time."""
+        self.join()
         add = self.add or self.written
         self.takes += 1
         return self.target, add
+
+    def beside(self, stream: torch.cuda.Stream, *read: Tensor) -> None:
+        """What was taken last is written on `stream`, from tensors that live until somebody has waited for it."""
+        self._beside.append((stream, read))
+
+    def join(self) -> None:
+        """The current stream waits for what is written on others."""
+        for stream, _ in self._beside:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        self._beside.clear()
 
     def finished(self) -> None:
         """The write of what was taken last has been launched on the current stream."""

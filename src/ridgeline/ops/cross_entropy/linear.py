@@ -5,8 +5,11 @@ backward run at once, a chunk of rows at a time: the logits of a chunk are compu
 and used for the gradients of hidden states and weights before the next chunk overwrites them. Memory: chunk · V instead
 of N · V.
 
-Classes are padded to a multiple of 64, in the logits and in a copy of the weight: with an odd number of them (65,
-50,257) cuBLAS falls back to kernels that read element by element.
+Classes are padded to a multiple of 64, in the logits and in the weight: with an odd number of them (65, 50,257) cuBLAS
+falls back to kernels that read element by element.
+
+The gradient of the logits is computed with the loss, as if nothing but the loss itself were differentiated, and taken
+where that is so. fp16, whose range needs a loss scale, computes it when the scale is known.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ from torch.nn import functional
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.cross_entropy import triton as kernels
+from ridgeline.ops.known import ROWS, is_one, padded_rows
 from ridgeline.ops.linear.products import weight_gradient_raw
-from ridgeline.ops.sink import fp32_place, written
+from ridgeline.ops.sink import fp32_place, sink_of, written
+from ridgeline.ops.streams import side_stream
 
-ALIGN = 64  # classes: rows of logits start on 128-byte boundaries
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 512 MiB in 16-bit storage
 KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
+FEW_ROWS = 1 << 15  # up to which products leave part of a card free
 
 
 class Head(NamedTuple):
@@ -73,11 +78,12 @@ class HeadGradients(NamedTuple):
 def padded_head(weight_VC: Tensor, bias_V: Tensor | None) -> Head:
     """The head with its classes padded."""
     V = weight_VC.shape[0]
-    more = -V % ALIGN
+    more = -V % ROWS  # rows of logits start on 128-byte boundaries
     if more == 0:
         return Head(weight_VC, bias_V, V)
     wide_W = None if bias_V is None else functional.pad(bias_V, (0, more))
-    return Head(functional.pad(weight_VC, (0, 0, 0, more)), wide_W, V)
+    wide_WC = padded_rows(weight_VC)
+    return Head(functional.pad(weight_VC, (0, 0, 0, more)) if wide_WC is None else wide_WC, wide_W, V)
 
 
 def chunk_rows(N: int, V: int) -> int:
@@ -141,6 +147,40 @@ def head_loss(
     return ChunkedHead.apply(hidden_NC, weight_VC, bias_V, targets_N, chunk or chunk_rows(N, V))
 
 
+def _logits_gradient(
+    buffers: HeadBuffers, head: Head, targets_N: Tensor, losses_P: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Of kept logits: the gradient of the mean times `scale`, and its columns' partial sums where there is a bias.
+
+    The losses are written too, into `losses_P`.
+    """
+    V, device = head.classes, losses_P.device
+    dlogits_NW = torch.empty_like(buffers.logits_KW)
+    partials_PV = None if head.bias_W is None else torch.empty(len(losses_P), V, device=device)
+    kernels.cross_entropy_raw(
+        buffers.logits_KW, targets_N, dlogits_NW, losses_P, buffers.counts,
+        classes=V, gradient_scale=scale, partials_PV=partials_PV,
+    )  # fmt: skip
+    return dlogits_NW, partials_PV
+
+
+def _head_weight_gradient(weight_VC: Tensor, dlogits_NV: Tensor, hidden_NC: Tensor) -> Tensor | None:
+    """The weight's gradient for autograd; with few rows into a sink, on a stream beside what the backward pass does."""
+    sink = sink_of(weight_VC)
+    if sink is None or not hidden_NC.is_cuda or len(hidden_NC) > FEW_ROWS:
+        dweight_VC, add = fp32_place(weight_VC)
+        weight_gradient_raw(dlogits_NV, hidden_NC, dweight_VC, accumulate=add)
+        return written(weight_VC, dweight_VC)
+    dweight_VC, add = sink.take()
+    stream = side_stream(hidden_NC.device)
+    stream.wait_stream(torch.cuda.current_stream(hidden_NC.device))
+    with torch.cuda.stream(stream):
+        weight_gradient_raw(dlogits_NV, hidden_NC, dweight_VC, accumulate=add)
+        sink.finished()
+    sink.beside(stream, dlogits_NV, hidden_NC)
+    return None
+
+
 class SmallHead(torch.autograd.Function):
     """The loss of a head whose logits are kept."""
 
@@ -150,9 +190,13 @@ class SmallHead(torch.autograd.Function):
         buffers, loss = make_buffers(hidden_NC, head, len(hidden_NC)), torch.empty(1, device=hidden_NC.device)
         head.logits(hidden_NC, buffers.logits_KW)
         kernels.count_valid_raw(targets_N, buffers.counts)
-        kernels.cross_entropy_raw(
-            buffers.logits_KW, targets_N, None, buffers.losses_P, buffers.counts, classes=head.classes
-        )
+        ctx.gradient = None
+        if any(ctx.needs_input_grad) and hidden_NC.dtype != torch.float16:
+            ctx.gradient = _logits_gradient(buffers, head, targets_N, buffers.losses_P, None)
+        else:
+            kernels.cross_entropy_raw(
+                buffers.logits_KW, targets_N, None, buffers.losses_P, buffers.counts, classes=head.classes
+            )
         kernels.mean_loss_raw(buffers.losses_P, buffers.counts, loss)
         ctx.save_for_backward(hidden_NC, targets_N)
         ctx.buffers, ctx.head = buffers, head
@@ -163,22 +207,19 @@ class SmallHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NC, targets_N = ctx.saved_tensors
-        (logits_NW, losses_P, counts), head, (weight_VC, bias_V) = ctx.buffers, ctx.head, ctx.weights
-        V = head.classes
-        partials_PV = None if bias_V is None else torch.empty(len(losses_P), V, device=losses_P.device)
-        dlogits_NW, unused_P = torch.empty_like(logits_NW), torch.empty_like(losses_P)
-        kernels.cross_entropy_raw(
-            logits_NW, targets_N, dlogits_NW, unused_P, counts,
-            classes=V, gradient_scale=dloss.float().reshape(1), partials_PV=partials_PV,
-        )  # fmt: skip
+        head, (weight_VC, bias_V) = ctx.head, ctx.weights
+        if ctx.gradient is not None and is_one(dloss):
+            dlogits_NW, partials_PV = ctx.gradient
+        else:
+            unused_P, scale = torch.empty_like(ctx.buffers.losses_P), dloss.float().reshape(1)
+            dlogits_NW, partials_PV = _logits_gradient(ctx.buffers, head, targets_N, unused_P, scale)
         dbias = None
-        if bias_V is not None and partials_PV is not None:
+        if bias_V is not None:
             dbias_V, add = fp32_place(bias_V)
             column_sums_raw(partials_PV, dbias_V, accumulate=add)
             dbias = written(bias_V, dbias_V)
-        dweight_VC, add = fp32_place(weight_VC)
-        weight_gradient_raw(dlogits_NW[:, :V], hidden_NC, dweight_VC, accumulate=add)
-        return dlogits_NW @ head.weight_WC, written(weight_VC, dweight_VC), dbias, None
+        dweight = _head_weight_gradient(weight_VC, dlogits_NW[:, : head.classes], hidden_NC)
+        return dlogits_NW @ head.weight_WC, dweight, dbias, None
 
 
 class ChunkedHead(torch.autograd.Function):
