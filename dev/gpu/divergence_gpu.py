@@ -105,14 +105,11 @@ def record(found, batch, cuda):
     for result in found:
         good = result["bad"] if result["bad"] is not None else len(result["losses"])
         losses, norms = result["losses"][:good], result["norms"][:good]
-        for figure, label, values, pick in (
-            ("training", "training loss (nats)", losses, lambda part: sum(part) / len(part)),
-            ("norm", "gradient norm before clipping", norms, max),
-        ):
-            y = binned(values, pick)
-            if y:
-                x = [BIN * (i + 1) for i in range(len(y))]
-                curves.append({"figure": figure, "name": result["way"], "x": x, "y": y, "x_label": "step", "y_label": label})
+        loss, norm = binned(losses, lambda part: sum(part) / len(part)), binned(norms, max)
+        if loss:
+            axes = {"x_label": "step", "y_label": "training loss (nats)", "below_label": "gradient norm"}
+            x = [BIN * (i + 1) for i in range(len(loss))]
+            curves.append({"figure": "training", "name": result["way"], "x": x, "y": loss, "below": norm, **axes})
         rows.append(
             {
                 "way": result["way"],

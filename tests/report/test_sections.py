@@ -9,6 +9,7 @@ import pytest
 from report import samples
 from ridgeline.errors import ConfigError
 from ridgeline.report.page import chapters, circumstances
+from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, rungs_of, timed
 from ridgeline.report.series import curve_sections, roofline_section, short
 from ridgeline.report.sweeps import sweep_section, sweeps
@@ -135,6 +136,24 @@ def test_curves_are_drawn_over_steps_and_seconds_and_rows_are_tables():
     assert rows == [["gpt2-c256", "4.84 M", "1.61"]]
     (strength,) = curve_sections(samples.race(), 0)
     assert strength.title == "Strength: boxing"
+
+
+def test_a_figure_beneath_another():
+    """Two panels over one axis, the lower one logarithmic with the curve's own values."""
+    curve = {
+        "name": "a",
+        "figure": "training",
+        "x": [20, 40],
+        "y": [2.0, 1.5],
+        "below": [0.5, 30.0],
+        "below_label": "n",
+    }
+    (section,) = curve_sections(replace(samples.study(), curves=[curve]), 0)
+    upper, lower = section.chart(LIGHT, False).axes
+    assert (lower.get_yscale(), lower.get_ylabel()) == ("log", "n")
+    assert [list(axes.lines[0].get_ydata()) for axes in (upper, lower)] == [[2.0, 1.5], [0.5, 30.0]]
+    with pytest.raises(ConfigError, match="cannot be drawn"):
+        list(curve_sections(replace(samples.study(), curves=[{**curve, "below": [0.5]}]), 0))
 
 
 @pytest.mark.parametrize("curve", [{"x": [1, 2], "y": [1.0]}, {"y": ["a"]}, {"y": []}, {}])

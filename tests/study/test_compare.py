@@ -10,10 +10,11 @@ from rich.console import Console
 
 from ridgeline.cli import main
 from ridgeline.errors import ConfigError
+from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import compare as module
 from ridgeline.study.compare import Standing, compare, difference, sooner, tune
-from ridgeline.study.contenders import distinct, find_contender, same_recipe, single_changes
+from ridgeline.study.contenders import distinct, same_recipe, single_changes
 from ridgeline.study.pace import Pace
 from ridgeline.study.runs import Point, Run, run_once
 from ridgeline.train.settings import read_toml
@@ -45,32 +46,11 @@ def options(text: Path, out: Path) -> list[str]:
     return ["study", "compare", SMALL, f"{SMALL}+norm=rmsnorm", "--data", str(text), *sizes, "--out", str(out)]
 
 
-def test_contender_with_changes() -> None:
-    config = find_contender("gpt2-c256+norm=rmsnorm+kv_heads=1+bias=false+optimizer.lr=2e-3")
-    decoder = config.model.decoder
-    assert (decoder.norm, decoder.kv_heads, decoder.bias, config.optimizer.lr) == ("rmsnorm", 1, False, 2e-3)
-
-
-def test_contender_of_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "mine.toml"
-    file.write_text('preset = "gpt2-c256"\nbatch = 4\n', encoding="utf-8")
-    assert find_contender(f"{file}+layers=2").batch == 4
-    file.write_text("batch = 4\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="names no preset"):
-        find_contender(str(file))
-
-
-@pytest.mark.parametrize("name", ["gpt3", "gpt2-c256+", "gpt2-c256+norm", "gpt2-c256+norms=rmsnorm", "gpt2-c256+=1"])
-def test_no_contender(name: str) -> None:
-    with pytest.raises(ConfigError):
-        find_contender(name)
-
-
 def test_each_change_between_the_two_articles_models() -> None:
     names = single_changes("gpt2-c256", "fast-c256")
     assert {name.partition("+")[2] for name in names} == {"kv_heads=1", "mlp_width=512", "norm=rmsnorm", "bias=false"}
     for name in names:
-        find_contender(name)
+        find_config(name)
     with pytest.raises(ConfigError, match="same decoder"):
         single_changes("gpt2-c256", "gpt2-c256")
 
@@ -78,11 +58,11 @@ def test_each_change_between_the_two_articles_models() -> None:
 def test_only_the_model_differs() -> None:
     """Batch, data and learning rate of the second never count."""
     names = ("gpt2-c256", "fast-c256+batch=4+optimizer.lr=1e-1")
-    one, other = same_recipe({name: find_contender(name) for name in names}).values()
+    one, other = same_recipe({name: find_config(name) for name in names}).values()
     assert (other.batch, other.optimizer, other.model.decoder.norm) == (one.batch, one.optimizer, "rmsnorm")
-    short = find_contender("gpt2-c256+window.context=64+context=64")
+    short = find_config("gpt2-c256+window.context=64+context=64")
     with pytest.raises(ConfigError, match="--context 64"):
-        same_recipe({"gpt2-c256": find_contender("gpt2-c256"), "short": short})
+        same_recipe({"gpt2-c256": find_config("gpt2-c256"), "short": short})
 
 
 def test_contenders_named_once() -> None:
@@ -154,6 +134,9 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert record.kind == "study"
     assert isinstance(record.curves, list)
     assert [curve["x"] for curve in record.curves if curve["name"] == SMALL] == [[3, 6]]
+    told = next(curve for curve in record.curves if curve["figure"] == "standings")["rows"][1]["difference"]
+    assert told.startswith(f"{said['contenders'][1]['difference']['mean']:+.4f} (")
+    assert told.endswith(" the spread")
     assert not list((tmp_path / "out").rglob("last"))
     stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").rglob("*.json")}
     assert main(arguments) == 0
@@ -203,7 +186,7 @@ def test_beside_each_other(text: Path, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_goes_on_after_a_stop(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run cut off between its checkpoints is gone on with; runs that ended before it are not repeated."""
-    config = find_contender(f"{SMALL}+data='{text}'+steps=6+batch=2+window.context=16+eval_interval=2+eval_windows=2")
+    config = find_config(f"{SMALL}+data='{text}'+steps=6+batch=2+window.context=16+eval_interval=2+eval_windows=2")
     config = dataclasses.replace(config, device="cpu", precision="fp32", engine="eager")
     whole = run_once(config, tmp_path / "whole", QUIET)
     calls = []

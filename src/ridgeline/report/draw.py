@@ -245,6 +245,26 @@ def lines(
     return draw
 
 
+def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_labels: tuple[str, str]) -> Chart:
+    """Two figures of the same runs over one axis, the lower one logarithmic."""
+
+    def draw(palette: Palette, narrow: bool) -> Figure:
+        figure = new_figure(4.4, narrow=narrow)
+        parts = figure.subplots(2, 1, sharex=True)
+        for axes, found, y_label in zip(parts, (upper, lower), y_labels, strict=True):
+            _draw_lines(axes, found, palette, "")
+            axes.set_ylabel(y_label)
+            _dress(axes, palette, grid="both")
+        parts[1].set_yscale("log")
+        parts[1].set_xlabel(x_label)
+        handles, labels = parts[0].get_legend_handles_labels()
+        columns = 1 if narrow else 2
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
+        return figure
+
+    return draw
+
+
 def _apart(dots: Sequence[Dot]) -> list[Dot]:
     """The dots that can be named without their names lying on each other, the largest first."""
     chosen: list[Dot] = []

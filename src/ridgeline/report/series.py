@@ -9,7 +9,7 @@ from ridgeline.bench.kernel_map import EITHER
 from ridgeline.errors import ConfigError
 from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
-from ridgeline.report.draw import Dot, Line, lines, roofline
+from ridgeline.report.draw import Dot, Line, lines, lines_beneath, roofline
 from ridgeline.report.sections import SWALLOWED, Section, contender_table, slug, workload_name
 from ridgeline.report.table import Table, anything, number, words
 
@@ -19,6 +19,10 @@ CURVES = {
         "Held-out loss in nats; a band is the range over seeds, a dashed line what counting letters gives.",
     ),
     "strength": ("Strength", "Games played at checkpoints of a run; a band is the 95 % interval."),
+    "training": (
+        "Training loss and gradient norm",
+        "Loss in nats, a mean over neighbouring steps; below it the largest of their gradient norms before clipping.",
+    ),
     "margin": ("Margin", "Points dealt minus points taken, a game; a band is the 95 % interval of the mean."),
 }
 PHASES = ("forward", "backward", "optimizer")
@@ -93,7 +97,8 @@ def _line(curve: dict[str, Any], record: Record, x_key: str = "x") -> Line:
 
 def curve_sections(record: Record, index: int) -> Iterator[Section]:
     """Loss and strength, from a record's curves: {"name", "figure", "x", "y", "low", "high", "x_label", "y_label"};
-    with "line" a level to compare with, with "seconds" a loss is drawn over time too; "rows" is a table.
+    with "line" a level to compare with, with "seconds" a loss is drawn over time too, with "below" and "below_label"
+    another figure of the same run beneath; "rows" is a table.
 
     Raises:
         ConfigError: a curve that cannot be drawn.
@@ -119,13 +124,17 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
          number(min(line.y), ".4g"), number(max(line.y), ".4g")]
         for line in drawn
     ]  # fmt: skip
+    chart = lines(drawn, x_label, y_label)
+    if all("below" in curve for curve in curves):
+        beneath = [_line({**curve, "y": curve["below"], "low": None, "high": None}, record, x_key) for curve in curves]
+        chart = lines_beneath(drawn, beneath, x_label, (y_label, str(curves[0].get("below_label", ""))))
     title, lead = CURVES[figure]
     over = " over time" if x_key == "seconds" else ""
     return Section(
         key=f"{figure}-{index}{'-seconds' if over else ''}",
         title=f"{title}{over}" if record.workload is None else f"{title}{over}: {record.workload.name}",
         lead=lead,
-        chart=lines(drawn, x_label, y_label),
+        chart=chart,
         table=Table(headers=("run", "points", f"last {x_label}", f"last {y_label}", "lowest", "highest"), rows=rows),
         source=index,
     )

@@ -22,7 +22,7 @@ def comparison_record(result: Comparison, config: TrainConfig) -> Record:
         curves=[
             *(curve(standing) for standing in result.standings),
             *_lines(result),
-            {"figure": "standings", "name": "standings", "rows": rows(result)},
+            {"figure": "standings", "name": "standings", "rows": [_told(row) for row in rows(result)]},
             {
                 "figure": "runs",
                 "name": "runs",
@@ -56,6 +56,19 @@ def rows(result: Comparison) -> list[dict[str, Any]]:
             row |= _target(standing, result.standings[0], result.plan.target)
         found.append(row)
     return found
+
+
+def _told(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as a table shows it: an interval in words."""
+    intervals = ("difference", "target_difference_s")
+    return {**row, **{name: _words(row[name]) for name in intervals if name in row}}
+
+
+def _words(interval: dict[str, Any]) -> str:
+    verdict = {True: "beyond the spread", False: "within the spread", None: "one seed"}[interval["beyond_spread"]]
+    low, high = interval["low"], interval["high"]
+    between = "" if low is None else f" ({low:+.4f} to {high:+.4f})"
+    return f"{interval['mean']:+.4f}{between}, {verdict}"
 
 
 def _target(standing: Standing, first: Standing, target: float) -> dict[str, Any]:
