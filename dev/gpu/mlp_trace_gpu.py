@@ -32,12 +32,13 @@ def sources():
     (OUT / "access.cuh").write_text(f)
     t = OUT / "tile.cuh"; f = t.read_text()
     f = put(f, "  if (threadIdx.x == 0) bar.init();\n", "  stamp(0); stamp_time(30);\n  if (threadIdx.x == 0) bar.init();\n")
-    f = put(f, "  wait_for_previous();\n  let_next_start();\n", "  stamp(1);\n  wait_for_previous();\n  stamp(2);\n  let_next_start();\n")
+    f = put(f, "  if (SPLIT == 2) cluster_sync();\n}", "  if (SPLIT == 2) cluster_sync();\n  stamp(1);\n}")
     t.write_text(f)
     j = OUT / "join.cuh"; f = j.read_text()
     f = put(f, "  sync_consumers();\n}", "  stamp(17);\n  sync_consumers();\n  stamp(3);\n}")
     j.write_text(f)
     def common(s):
+        s = put(s, "    wait_for_previous();\n", "    wait_for_previous();\n    stamp(2);\n")
         at = s.rindex("}")
         return s[:at] + "  stamp(21); stamp_time(31);\n}" + s[at + 1:]
     p = OUT / "forward.cu"; s = common(p.read_text())
@@ -89,7 +90,7 @@ def main():
         sets = []
         for _ in range(6):
             h, res, x, dy, dz, dres = rnd(N, C), rnd(N, C), rnd(N, C), rnd(N, Q), rnd(N, C), rnd(N, C)
-            kept = rnd(*K.kept_shape(N, F)); a, du = rnd(N, F), rnd(N, F)
+            kept = rnd(*K.kept_shape(N, F)).half(); a, du = rnd(N, F), rnd(N, F)
             mean = torch.zeros(N, device=dev) if bias else None; rstd = torch.ones(N, device=dev)
             r, hn, m2, r2, dr = rnd(N, C), rnd(N, C), torch.zeros(N, device=dev) if bias else None, torch.ones(N, device=dev), rnd(N, C)
             part = torch.zeros(512, 2 * C, device=dev)
@@ -97,8 +98,8 @@ def main():
             g = K.JoinGradient(kind, w, res, mean, rstd, dres, dr, None, part[:, : (2 if bias else 1) * C], bias, False, None)
             sets.append((h, x, dy, dz, kept, a, du, j, g))
         runs = {
-            "mlp_forward": lambda s: K.mlp_forward_raw(s[0], up, ub, down, s[4], s[7], gelu="tanh"),
-            "mlp_backward": lambda s: K.mlp_backward_raw(s[3], up, down, s[4], s[5], s[6], None, s[8], gelu="tanh"),
+            "mlp_forward": lambda s: K.mlp_forward_raw(s[0], up, ub, down, s[4], s[5], s[7], gelu="tanh"),
+            "mlp_backward": lambda s: K.mlp_backward_raw(s[3], up, down, s[4], s[6], None, s[8]),
             "project_forward": lambda s: K.project_forward_raw(s[1], outw, s[7]),
             "project_backward": lambda s: K.project_backward_raw(s[2], qkv, s[8]),
         }

@@ -18,20 +18,33 @@ constexpr int BARRIERS = VECTOR + VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where dz was");
 
-RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
-                  Barriers bar) {
+RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, const JoinBackward& join, const uint4* kept,
+                  int chunks, int first, int last, u32 smem, Barriers bar) {
   Ring ring(smem + RING, bar);
-  for (Tiles tiles(rows); tiles.valid(); tiles.advance()) {
+  const auto fetch = [&](int chunk) {
+    for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, down, 64 * k, 128 * chunk);
+    for (int k = 0; k < 2; ++k)
+      for (int half = 0; half < HALVES; ++half) fetch_columns(ring, up, 128 * chunk + 64 * k, 128 * half);
+  };
+  for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
+    const auto prefetch_kept = [&](int chunk) {
+      for (int group = 2 * tiles.tile; group < 2 * tiles.tile + 2; ++group)
+        if (64 * group < join.rows) prefetch_bytes(kept + kept_index(group, chunks, chunk, 0, 0), 64 * 128 * 2);
+    };
+    fetch(first);
+    if (tiles.round == 0) begin_reading();
     for (int group = 0; group < 2; ++group) {
       barrier_wait(bar.rows_empty(group), (tiles.round & 1) ^ 1);
       barrier_expect(bar.rows_full(group), ROWS_BYTES);
       for (int k = 0; k < K_BLOCKS; ++k)
         copy_2d(smem + group * ROWS_BYTES + k * 8192, dz, 64 * k, tiles.tile * TILE_ROWS + 64 * group, bar.rows_full(group));
     }
-    for (int chunk = first; chunk < last; ++chunk) {
-      for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, down, 64 * k, 128 * chunk);
-      for (int k = 0; k < 2; ++k)
-        for (int half = 0; half < HALVES; ++half) fetch_columns(ring, up, 128 * chunk + 64 * k, 128 * half);
+    prefetch_kept(first);
+    prefetch_rows(join.r, join.rows, tiles.tile);
+    if (RESIDUAL) prefetch_rows(join.dresidual, join.rows, tiles.tile);
+    for (int chunk = first + 1; chunk < last; ++chunk) {
+      prefetch_kept(chunk);
+      fetch(chunk);
     }
   }
 }
@@ -200,10 +213,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&dz, &up, &down, rows, first, last, smem, bar);
+    const JoinBackward join{r, dresidual, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, {}};
+    if (threadIdx.x == 0) produce(&dz, &up, &down, join, kept, chunks, first, last, smem, bar);
   } else {
     registers_up<232>();
     copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
+    wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, {kept, &du, du_sums, inner, chunks}, first, last, smem, bar, me);

@@ -16,21 +16,25 @@ constexpr int BIAS = VECTORS + 3 * VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where h was");
 
-RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down, int rows, int first, int last, u32 smem,
-                  Barriers bar) {
+RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down, const u16* residual, int rows, int first,
+                  int last, u32 smem, Barriers bar) {
   Ring ring(smem + RING, bar);
+  const auto fetch = [&](int chunk) {
+    for (int k = 0; k < K_BLOCKS; ++k) fetch_rows(ring, up, 64 * k, 128 * chunk);
+    for (int k = 0; k < 2; ++k)
+      for (int half = 0; half < HALVES; ++half) fetch_owned_rows(ring, down, 128 * chunk + 64 * k, 128 * half);
+  };
   for (Tiles tiles(rows); tiles.valid(); tiles.advance()) {
+    fetch(first);
+    if (tiles.round == 0) begin_reading();
     for (int group = 0; group < 2; ++group) {
       barrier_wait(bar.rows_empty(group), (tiles.round & 1) ^ 1);
       barrier_expect(bar.rows_full(group), ROWS_BYTES);
       for (int k = 0; k < K_BLOCKS; ++k)
         copy_2d(smem + group * ROWS_BYTES + k * 8192, h, 64 * k, tiles.tile * TILE_ROWS + 64 * group, bar.rows_full(group));
     }
-    for (int chunk = first; chunk < last; ++chunk) {
-      for (int k = 0; k < K_BLOCKS; ++k) fetch_rows(ring, up, 64 * k, 128 * chunk);
-      for (int k = 0; k < 2; ++k)
-        for (int half = 0; half < HALVES; ++half) fetch_owned_rows(ring, down, 128 * chunk + 64 * k, 128 * half);
-    }
+    if (RESIDUAL) prefetch_rows(residual, rows, tiles.tile);
+    for (int chunk = first + 1; chunk < last; ++chunk) fetch(chunk);
   }
 }
 
@@ -160,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int share = ceil_div(chunks, SPLIT), first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&h, &up, &down, rows, first, last, smem, bar);
+    if (threadIdx.x == 0) produce(&h, &up, &down, residual, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
     const int thread = threadIdx.x - 128;
@@ -170,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int i = thread; i < UP_BIAS * chunks * 64; i += CONSUMERS)
         store_shared_u32(smem + BIAS + 4 * i, 2 * i < inner ? reinterpret_cast<const u32*>(up_bias)[i] : 0);
     });
+    wait_for_previous();
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
     consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, first, last, smem, bar, me);

@@ -141,7 +141,8 @@ class ProjectJoin(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         norm = Norm(kind, eps, w_C, b_C)
         out = Statistics(residual_NC, norm)
-        kernels.project_forward_raw(x_NK, weight_CK, _join(norm, bias_C, residual_NC, out, masks))
+        join = _join(norm, bias_C, residual_NC, out, masks)
+        kernels.project_forward_raw(x_NK, weight_CK, join, patient=False)
         ctx.save_for_backward(out.r_NC, out.mean_N, out.rstd_N, x_NK, weight_CK, w_C, b_C)
         ctx.kind, ctx.eps, ctx.masks, ctx.bias = kind, eps, masks, bias_C is not None
         return out.r_NC, out.h_NC

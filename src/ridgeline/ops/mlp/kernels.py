@@ -1,5 +1,8 @@
 """Launching the Hopper kernels of this folder: forward.cu, backward.cu (the MLP and its joins) and project.cu.
 
+Launched early (ops/early.py), they fetch weights while the kernel before still runs: that must not be one that writes
+them.
+
 Where they pay: µs of a whole block, forward and backward in a graph on an H200, 8,192 rows of width 256, F 1,024,
 LayerNorm, biases: 168 with all four; 181 with the MLP as products with GELU in their epilogues and joins of their own,
 182 with the projection's join of its own too, 195 with the QKV gradient's as well. Their first version at 131,072 rows
@@ -254,8 +257,10 @@ def _launch(
     config: Config,
     size: int,
     arguments: Sequence[cuda.Argument],
+    *,
+    patient: bool = True,
 ) -> None:
-    kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=True)
+    kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=patient)
     programs = min(tiles(N), _processors(torch.cuda.current_device()) // config.split)
     kernel.launch((programs * config.split,), THREADS, size, arguments)
 
@@ -330,8 +335,13 @@ def _gradient_arguments(join: JoinGradient) -> tuple[cuda.Argument, ...]:
     )  # fmt: skip
 
 
-def project_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None) -> None:
-    """y = x Wᵀ, then the join (which adds the bias): attention's output projection."""
+def project_forward_raw(
+    x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: Config | None = None, patient: bool = True
+) -> None:
+    """y = x Wᵀ, then the join (which adds the bias): attention's output projection.
+
+    `patient` is to be False where the kernel launched before may be one that writes weights.
+    """
     N, K = x_NK.shape
     C = weight_CK.shape[0]
     config = fitted("project_forward", C, config or choose("project_forward", N, K))
@@ -343,7 +353,7 @@ def project_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, config: 
         *mask,
     )  # fmt: skip
     size = smem("project_forward", C, config, config.stages)
-    _launch("project_forward", macros, N, config, size, arguments)
+    _launch("project_forward", macros, N, config, size, arguments, patient=patient)
 
 
 def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *, config: Config | None = None) -> None:

@@ -10,17 +10,38 @@ using namespace rl;
 constexpr int RING = 0, EXCHANGE = STAGES * SLOT_BYTES, BRANCH_SUMS = EXCHANGE + (SPLIT == 2 ? 2 * EXCHANGE_BYTES : 0);
 constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? 2 * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
-RL_D void produce(const TensorMap* x, const TensorMap* weight, int rows, int first, int last, u32 smem, Barriers bar) {
+struct Reads {  // what the join reads of every row
+  const u16 *a, *b;
+};
+
+RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int rows, int first, int last, u32 smem,
+                  Barriers bar) {
   Ring ring(smem + RING, bar);
+  const auto fetch_weights = [&](int k) {
+    for (int half = 0; half < HALVES; ++half) {
+      if (BACKWARD) fetch_columns(ring, weight, 64 * k, 128 * half);
+      else fetch_owned_rows(ring, weight, 64 * k, 128 * half);
+    }
+  };
+  const int early = last - first < STAGES / (1 + HALVES) ? last : first + STAGES / (1 + HALVES);
+  for (int k = first; k < early; ++k) {
+    ring.advance();  // past the slot for rows of x
+    fetch_weights(k);
+  }
+  begin_reading();
+  ring = Ring(smem + RING, bar);
   for (Tiles tiles(rows); tiles.valid(); tiles.advance())
     for (int k = first; k < last; ++k) {
       ring.begin();
       copy_2d(ring.address(), x, 64 * k, tiles.tile * TILE_ROWS, bar.full(ring.slot));
       ring.advance();
-      for (int half = 0; half < HALVES; ++half) {
-        if (BACKWARD) fetch_columns(ring, weight, 64 * k, 128 * half);
-        else fetch_owned_rows(ring, weight, 64 * k, 128 * half);
+      if (tiles.round > 0 || k >= early) {
+        fetch_weights(k);
+      } else {
+        for (int half = 0; half < HALVES; ++half) ring.advance();
       }
+      if (k == first && reads.a) prefetch_rows(reads.a, rows, tiles.tile);
+      if (k == first && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
     }
 }
 
@@ -87,7 +108,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int share = ceil_div(blocks, SPLIT), first = me.split * share, last = first + share < blocks ? first + share : blocks;
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&x, &w, rows, first, last, smem, bar);
+#if BACKWARD
+    const Reads reads{r, RESIDUAL ? dresidual : nullptr};
+#else
+    const Reads reads{RESIDUAL ? residual : nullptr, nullptr};
+#endif
+    if (threadIdx.x == 0) produce(&x, &w, reads, rows, first, last, smem, bar);
   } else {
     registers_up<232>();
     const u32 vectors = smem + VECTORS;  // scale of the norm; forward its shift and the branch's bias
@@ -97,6 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
     copy_vectors<3>(vectors, weight, NORM_BIAS ? bias : nullptr, BRANCH_BIAS ? branch_bias : nullptr, thread, [] {});
 #endif
+    wait_for_previous();
     const Mask mask = Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample);
 #if BACKWARD
     const JoinBackward join{r, dresidual, vectors, mean, rstd, dr, dbranch, partials, stride, rows, mask};

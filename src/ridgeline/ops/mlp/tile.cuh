@@ -70,14 +70,23 @@ struct Barriers {
 constexpr int BARRIER_BYTES = 512;
 static_assert(8 * (2 * STAGES + 8) <= BARRIER_BYTES, "barriers overflow");
 
-// The block's barriers are there, for its peer too; then what the kernel before has written may be read.
+// The block's barriers are there, for its peer too.
 RL_D void begin(Barriers bar) {
   if (threadIdx.x == 0) bar.init();
   sync_block();
   sync_warp();
   if (SPLIT == 2) cluster_sync();
+}
+// What the kernel before has written may be read. Weights are on their way by then: it is none that writes them.
+RL_D void begin_reading() {
   wait_for_previous();
   let_next_start();
+}
+// A tile's rows of a tensor of WIDTH columns, as far as this block of a pair goes, into L2: forward tensors come from memory.
+RL_D void prefetch_rows(const u16* x, int rows, int tile) {
+  const int share = TILE_ROWS / SPLIT, first = tile * TILE_ROWS + (SPLIT == 2 ? static_cast<int>(cluster_rank()) * share : 0);
+  const int count = rows - first < share ? rows - first : share;
+  if (count > 0) prefetch_bytes(x + static_cast<i64>(first) * WIDTH, count * WIDTH * 2);
 }
 
 // Consumers: what all of them have put into shared memory may be read by each.
