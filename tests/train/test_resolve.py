@@ -11,7 +11,7 @@ from ridgeline.games.table import GameTable
 from ridgeline.models import Category, Head, LanguageConfig, PolicyConfig
 from ridgeline.presets import preset
 from ridgeline.train import train
-from ridgeline.train.engines import build_model, find_engine, fused_missing, make_step, settle_best
+from ridgeline.train.engines import build_model, find_engine, fused_missing, make_step, settle_engine
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.resolve import fit_model
 from ridgeline.train.settings import override
@@ -95,22 +95,26 @@ def test_a_policy_trains_on_games_and_records_their_features(bouts):
     assert meta["window"] == {"context": 8, "stride": 2, "delay": 1}
 
 
-def test_on_a_card_auto_is_best_and_best_is_the_fused_blocks_or_says_why(config, change, monkeypatch):
+def test_on_a_card_auto_is_the_fastest_and_best_is_the_fused_blocks_or_says_why(config, change, monkeypatch):
     monkeypatch.setattr("ridgeline.train.engines.triton_missing", lambda device: None)
     card = torch.device("cuda")
     assert find_engine("auto", card) == "best"
     assert find_engine("auto", torch.device("cpu")) == "eager"
     best = change(config, engine="best", device="cuda", precision="bf16")
-    assert settle_best(best) == best
+    assert settle_engine(best, "auto") == settle_engine(best, "best") == best
+    exact = change(best, precision="fp32")
+    assert settle_engine(exact, "best") == exact
+    assert settle_engine(exact, "auto").engine == "compile+graph"
     for other, reason in (
         (change(best, precision="bf16-autocast"), "casts between"),
-        (change(best, precision="fp32"), "in fp32 torch.compile is faster"),
         (override(best, {"model": {"decoder": {"width": 16384}}}), "at most 8192"),
     ):
-        assert settle_best(other).engine == "compile+graph"
+        assert settle_engine(other, "auto").engine == "compile+graph"
         assert reason in fused_missing(other)
+        with pytest.raises(UnsupportedError, match=f"best is the fused blocks, and .*{reason}.*; use auto"):
+            settle_engine(other, "best")
     monkeypatch.setattr("ridgeline.train.engines.triton_missing", lambda device: "triton is not installed")
-    assert settle_best(best).engine == "graph"
+    assert settle_engine(best, "auto").engine == "graph"
 
 
 def test_engines_of_pytorchs_own_graphs_do_not_train_in_several_processes(config, change):

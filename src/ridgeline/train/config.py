@@ -88,8 +88,8 @@ class TrainConfig:
         optimizer: AdamW, schedule and clipping.
         precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
         engine: how a step is run: PyTorch's eager, compile, reduce-overhead, max-autotune, graph or compile+graph; a
-            rung, m0, m1, m2, m3 or r16; or best, which is the fused blocks where they can run, else
-            compile+graph. "auto" is eager on the CPU and best on a card.
+            rung, m0, m1, m2, m3 or r16; or best, which is the fused blocks. "auto" is eager on the CPU, and on a card
+            best, or compile+graph where the fused blocks cannot run or are slower.
             m0, m1, m2, m3 and r16 are the rungs of the ladder, to be compared and not to be trained with.
         device: cpu, cuda or cuda:N; "auto" for a CUDA card where there is one, else cpu.
         seed: of initial weights, order of the data and dropout.

@@ -74,25 +74,40 @@ def find_engine(name: str, device: torch.device) -> str:
 
 
 def fused_missing(config: TrainConfig) -> str | None:
-    """Why the fused blocks are not what trains a model best, or None; device and precision are decided."""
-    decoder = config.model.decoder
-    if config.precision == "fp32" and decoder.positions != "relative":
-        return "in fp32 torch.compile is faster; on an H200 they had 0.87 and 0.74 of its speed at width 256"
+    """Why the fused blocks cannot train a model, or None; device and precision are decided."""
+    width = config.model.decoder.width
     if config.precision.endswith("-autocast"):
         return f"{config.precision} casts between PyTorch's operations"
-    if decoder.width > MAX_WIDTH:
-        return f"their norms take rows of at most {MAX_WIDTH} numbers, the width is {decoder.width}"
+    if width > MAX_WIDTH:
+        return f"their norms take rows of at most {MAX_WIDTH} numbers, the width is {width}"
     return triton_missing(torch.device(config.device))
 
 
-def settle_best(config: TrainConfig) -> TrainConfig:
-    """A config whose engine can run its model: "best" without the fused blocks is the best of PyTorch's.
+def fused_slower(config: TrainConfig) -> str | None:
+    """Where something else trains a model faster than the fused blocks, by measurement on an H200, or None."""
+    if config.precision == "fp32" and config.model.decoder.positions != "relative":
+        return "in fp32 torch.compile is faster; on an H200 they had 0.87 and 0.74 of its speed at width 256"
+    return None
 
-    That is torch.compile in a captured step, or without Triton, which torch.compile writes its kernels in, the
-    captured step alone. `fused_missing` says why.
+
+def settle_engine(config: TrainConfig, asked: str) -> TrainConfig:
+    """A config whose engine can run its model.
+
+    "auto" on a card is the fused blocks, and where they cannot run or are slower PyTorch's best: torch.compile in a
+    captured step, or without Triton, which torch.compile writes its kernels in, the captured step alone.
+
+    Args:
+        config: everything decided by `find_engine` and the like.
+        asked: the engine as the user named it.
+
+    Raises:
+        UnsupportedError: "best" is asked for by name, and the fused blocks cannot run.
     """
-    if config.engine != "best" or fused_missing(config) is None:
+    missing = fused_missing(config)
+    if config.engine != "best" or (missing is None and (asked != AUTO or fused_slower(config) is None)):
         return config
+    if asked != AUTO:
+        raise UnsupportedError(f"engine best is the fused blocks, and {missing}; use auto or compile+graph")
     compiles = triton_missing(torch.device(config.device)) is None
     return dataclasses.replace(config, engine="compile+graph" if compiles else "graph")
 

@@ -9,7 +9,7 @@ from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData, Vocabulary
 from ridgeline.models import Category, Head, LanguageConfig, ModelConfig, PolicyConfig
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import find_device, find_engine, find_precision, settle_best
+from ridgeline.train.engines import find_device, find_engine, find_precision, settle_engine
 
 EMBEDDING_WIDTH = 16  # of a category that the preset does not know
 
@@ -30,7 +30,7 @@ def resolve(config: TrainConfig, data: TextData | GameData) -> TrainConfig:
         data=str(path.resolve()) if path.exists() else config.data,
         model=fit_model(config.model, data),
     )
-    return settle_best(resolved)
+    return settle_engine(resolved, config.engine)
 
 
 def fit_model(model: ModelConfig, data: TextData | GameData) -> ModelConfig:

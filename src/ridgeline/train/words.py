@@ -8,7 +8,7 @@ from torch import nn
 from ridgeline.data.resident import ResidentBatches
 from ridgeline.engine import TrainStep
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.engines import fused_missing
+from ridgeline.train.engines import fused_missing, fused_slower
 from ridgeline.train.metrics import amount
 from ridgeline.train.state import LAST
 
@@ -31,7 +31,7 @@ def introduction(config: TrainConfig, model: nn.Module, world: int, lanes: str) 
     how = config.engine
     if how == "best":
         how = f"best (fused blocks, {lanes})"
-    elif device.type == "cuda" and (missing := fused_missing(config)):
+    elif device.type == "cuda" and (missing := fused_missing(config) or fused_slower(config)):
         how = f"{how} (not the fused blocks: {missing})"
     if config.optimizer.algorithm != "adamw":
         how = f"{how}, {config.optimizer.algorithm}"
