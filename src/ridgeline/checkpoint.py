@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 import ridgeline
-from ridgeline.errors import CheckpointError
+from ridgeline.errors import CheckpointError, reason
 
 FORMAT = "ridgeline-checkpoint"
 SCHEMA = 1
@@ -88,9 +88,8 @@ def save(path: str | Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any
     try:
         return _save(folder, tensors, meta)
     except (OSError, safetensors.SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"cannot write the checkpoint {folder}: {reason}; free space or choose another folder"
+            f"cannot write the checkpoint {folder}: {reason(error)}; free space or choose another folder"
         ) from error
 
 
@@ -146,7 +145,7 @@ def load(path: str | Path) -> Checkpoint:
         intact = file.stat().st_size == entry["bytes"] and sha256(file) == entry["sha256"]
         tensors = safetensors.torch.load_file(file) if intact else {}
     except (OSError, safetensors.SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint of the run") from error
+        raise CheckpointError(f"{file} cannot be read ({reason(error)}); use another checkpoint of the run") from error
     if not intact:
         raise CheckpointError(f"{file} is corrupt (its checksum differs); use another checkpoint of the run")
     return Checkpoint(path=folder, tensors=tensors, meta=header["meta"], package=header["package"])
@@ -214,7 +213,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no checkpoint ({HEADER} is missing); give another folder") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); use another checkpoint of the run") from error
+        raise CheckpointError(f"{file} cannot be read ({reason(error)}); use another checkpoint of the run") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or not header.keys() >= REQUIRED:
         raise CheckpointError(f"{folder} is not a ridgeline checkpoint; give the folder of one")
     if not _well_formed(header):

@@ -61,6 +61,11 @@ def nearest(name: str, known: Iterable[str], kind: str) -> str:
     return f"unknown {kind} {name!r}; {hint}"
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, without the number and the path that the operating system's errors carry."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra installs it.
 

@@ -139,3 +139,7 @@ def test_names_of_records(tmp_path):
     record = run.run_bench(workload("gpt2-c256", precision="fp32").reduced(), ["eager"], torch.device("cpu"))
     file = record_file(replace(record, card="NVIDIA H200", gpus=2, date="2026-11-29T00:00:00+00:00"), tmp_path)
     assert file == tmp_path / "nvidia-h200" / "2026-11-29-bench-gpt2-c256-b4-t64-fp32-2gpus.json"
+    own = replace(
+        record, date="2026-11-29T00:00:00+00:00", workload=replace(record.workload, name="../my runs/a.toml+norm=x")
+    )
+    assert record_file(own, tmp_path).name == "2026-11-29-bench-my-runs-a.toml+norm=x-b4-t64-fp32.json"

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from command_line import refused
 from ridgeline.errors import ConfigError, DivergedError, OutOfMemoryError, RidgelineError
+from ridgeline.presets import find_config
 from ridgeline.study import clocked, runs
 from ridgeline.study.clocked import checkpoint_name, read_points
 from ridgeline.study.compare import Plan, keep_plan
-from ridgeline.study.contenders import find_contender
 from ridgeline.study.folder import check_place, claimed, write_whole
 from ridgeline.study.runs import run_once
 
@@ -74,10 +74,10 @@ def test_only_divergence_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runs, "train", train)
     for words in ("no memory", "no space left"):
         with pytest.raises(RidgelineError, match=words):
-            run_once(find_contender("gpt2-c256"), folder, quiet)
+            run_once(find_config("gpt2-c256"), folder, quiet)
         assert not (folder / runs.RESULT).exists()
-    assert run_once(find_contender("gpt2-c256"), folder, quiet).error == "nan"
-    assert run_once(find_contender("gpt2-c256"), folder, quiet).error == "nan"  # read, not repeated
+    assert run_once(find_config("gpt2-c256"), folder, quiet).error == "nan"
+    assert run_once(find_config("gpt2-c256"), folder, quiet).error == "nan"  # read, not repeated
 
 
 def test_a_file_is_whole_or_told(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from ridgeline.cli import main
 from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError
+from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import search as module
-from ridgeline.study.contenders import find_contender
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
@@ -53,18 +53,18 @@ def trial(number: int, *path: tuple[float, float], seconds: float | None = None,
 
 
 def test_default_space_lies_around_the_base() -> None:
-    space = default_space(find_contender("gpt2-c256"), games=False)
+    space = default_space(find_config("gpt2-c256"), games=False)
     assert space["layers"] == (3, 6, 9)
     assert space["width"] == (128, 256, 384)
     assert space["lr"] == Range(2.5e-4, 4e-3)
     assert "stride" not in space
-    assert default_space(find_contender("boxing"), games=True)["stride"] == (1, 2)
+    assert default_space(find_config("boxing"), games=True)["stride"] == (1, 2)
 
 
 def test_every_choice_of_every_default_space_is_a_model() -> None:
     """Each value is tried once with the others as the base has them."""
     for name in ("gpt2-c256", "fast-c256", "boxing", "hal-5m", "hal-20m"):
-        base = find_contender(name)
+        base = find_config(name)
         space = default_space(base, games="boxing" in name or "hal" in name)
         first = {key: v[0] if isinstance(v, tuple) and not isinstance(v, Range) else v.low for key, v in space.items()}
         for key, values in space.items():
@@ -76,7 +76,7 @@ def test_every_choice_of_every_default_space_is_a_model() -> None:
 
 def test_chosen_values_are_those_of_the_config() -> None:
     params = {"layers": 2, "width": 128, "kv_heads": 1, "mlp_ratio": 2, "norm": "rmsnorm", "context": 64, "batch": 8}
-    config = configure(find_contender("gpt2-c256"), {**params, "lr": 2e-3}, 60.0)
+    config = configure(find_config("gpt2-c256"), {**params, "lr": 2e-3}, 60.0)
     decoder = config.model.decoder
     assert (decoder.layers, decoder.width, decoder.heads, decoder.kv_heads) == (2, 128, 4, 1)
     assert (decoder.hidden, decoder.norm, decoder.context, config.window.context) == (256, "rmsnorm", 64, 64)
@@ -85,8 +85,8 @@ def test_chosen_values_are_those_of_the_config() -> None:
 
 def test_floors_order_candidates_as_their_work_does() -> None:
     """Twice the layers of the same width cost about twice the time; nothing about it is measured on the model."""
-    machine = this_machine(override(find_contender("gpt2-c256"), {"device": "cpu", "precision": "fp32"}))
-    one, two = (machine.floor_s(find_contender(f"gpt2-c256+layers={n}")) for n in (6, 12))
+    machine = this_machine(override(find_config("gpt2-c256"), {"device": "cpu", "precision": "fp32"}))
+    one, two = (machine.floor_s(find_config(f"gpt2-c256+layers={n}")) for n in (6, 12))
     assert 1.8 < two / one < 2.2
 
 
@@ -128,7 +128,7 @@ def test_front_is_who_leads_by_when() -> None:
 )
 def test_no_such_space(words: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        narrowed(default_space(find_contender("gpt2-c256"), games=False), words)
+        narrowed(default_space(find_config("gpt2-c256"), games=False), words)
 
 
 def test_search_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,7 +212,7 @@ def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.Capt
 
 def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> None:
     """The points that are there already are judged like new ones."""
-    base = resolve(override(find_contender(SMALL), {"data": str(text), "device": "cpu"}), load_dataset(str(text)))
+    base = resolve(override(find_config(SMALL), {"data": str(text), "device": "cpu"}), load_dataset(str(text)))
     goal = Goal(kind="loss", value=20.0)
     plan = Search(base=base, space=default_space(base, games=False), goal=goal, budget_s=1.0, trial_s=0.5)
 
@@ -249,7 +249,7 @@ def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pyte
     """Knockout rates are maximised: the study is told the negative, and one lucky point does not count."""
     rates = iter([0.95, 0.5, 0.95, 0.95])
     monkeypatch.setattr(module, "_knockouts", lambda checkpoint: next(rates))
-    base = override(find_contender("boxing"), {"device": "cpu", "precision": "fp32", "engine": "eager"})
+    base = override(find_config("boxing"), {"device": "cpu", "precision": "fp32", "engine": "eager"})
     goal = Goal(kind="ko", value=0.9)
     plan = Search(base=base, space=default_space(base, games=True), goal=goal, budget_s=10.0, trial_s=5.0)
     said: list[float] = []

@@ -66,7 +66,7 @@ def _half_width(c: DecoderConfig) -> dict[str, object] | None:
 def _models(case: Case) -> Iterator[tuple[str, Case]]:
     c = case.model.decoder
     if c.hidden > 2 * c.width:
-        yield f"MLP of 2× the width (is {c.hidden / c.width:g}×)", _with(case, mlp_width=2 * c.width)
+        yield f"MLP of 2× the width (is {c.hidden / c.width:.3g}×)", _with(case, mlp_width=2 * c.width)
     if c.groups > 1:
         yield f"one KV head (are {c.groups})", _with(case, kv_heads=1)
     half = _half_width(c)

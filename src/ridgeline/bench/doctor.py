@@ -37,7 +37,7 @@ from ridgeline.ops import (
     policy_heads,
 )
 from ridgeline.ops._cuda import nvrtc
-from ridgeline.presets import preset as find_preset
+from ridgeline.presets import find_config
 
 FASTEST_FIRST = ("cuda", "triton", "torch", "reference")
 PYTORCHS = ("torch", "reference")  # implementations that run wherever PyTorch does
@@ -227,13 +227,13 @@ def doctor(preset: str = "hal-20m", *, precision: str | None = None) -> DoctorRe
     """`ridgeline doctor`: what would run here, and what is known to go wrong.
 
     Args:
-        preset: whose ops and shapes are asked about.
+        preset: whose ops and shapes are asked about, or what else `find_config` takes.
         precision: of training; None for what training would take by itself.
 
     Raises:
         ConfigError, UnsupportedError: unknown preset, or no such precision here.
     """
-    config = find_preset(preset)
+    config = find_config(preset)
     reading = read_driver(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     capability = None if reading is None else reading.capability
     chosen = best_precision(capability) if precision is None else precision

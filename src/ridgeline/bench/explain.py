@@ -37,7 +37,7 @@ from ridgeline.hardware import (
 from ridgeline.models.accounting import parameters
 from ridgeline.models.memory import Memory
 from ridgeline.models.plan import FUSED, PLAIN, StoragePlan, find_plan
-from ridgeline.presets import preset as find_preset
+from ridgeline.presets import find_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,7 +251,7 @@ def preset_case(
     """The step of a preset on a card; what is None is the preset's own, or follows from the card.
 
     Args:
-        preset: its name.
+        preset: its name, or what else `find_config` takes.
         spec: the card.
         batch: windows a step; naming one drops the preset's accumulation.
         context: positions of a window; may be longer than the preset's where its position table allows.
@@ -263,7 +263,7 @@ def preset_case(
     Raises:
         ConfigError, UnsupportedError: a name or size that cannot be.
     """
-    config = find_preset(preset)
+    config = find_config(preset)
     length = config.window.context if context is None else context
     decoder = replace(config.model.decoder, context=max(length, config.window.context))
     parts = accumulation
@@ -297,7 +297,7 @@ def explain_preset(
     """`ridgeline explain PRESET`: account for a preset's step on a card of the table or on the one that is here.
 
     Args:
-        preset: its name.
+        preset: its name, or what else `find_config` takes.
         device: a key of the table; None for the card that is here.
         batch, context, precision, plan, accumulation: as for `preset_case`.
 
@@ -305,7 +305,7 @@ def explain_preset(
         ConfigError, UnsupportedError: unknown names, a card that is neither here nor in the table, a precision that
             it lacks, a batch that it cannot hold.
     """
-    config = find_preset(preset)  # a mistyped preset is reported before a missing card
+    config = find_config(preset)  # a mistyped preset is reported before a missing card
     spec = resolve(device)
     ceilings = present_ceilings(spec)
     if not spec.tflops and ceilings is None:

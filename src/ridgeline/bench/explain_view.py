@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ridgeline.bench.explain import ExplainResult
 from ridgeline.bench.fitted import FittedTable, notes
-from ridgeline.hardware.spec import GIB, TERA
+from ridgeline.hardware.spec import GIB, MIB, TERA
 from ridgeline.models.accounting import parameters
 
 LABEL = 7  # width of what each note begins with
@@ -91,19 +91,32 @@ def _step(result: ExplainResult) -> list[str]:
 
 def _memory(result: ExplainResult) -> list[str]:
     memory = result.memory
+    unit, name_of_it = _unit(memory.peak)
     parts = (
-        f"weights {memory.weights / GIB:.2f}, optimizer {memory.optimizer / GIB:.2f}, "
-        f"activations {memory.activations / GIB:.2f}, workspace {memory.workspace / GIB:.2f}"
+        f"weights {_held(memory.weights, unit)}, optimizer {_held(memory.optimizer, unit)}, "
+        f"activations {_held(memory.activations, unit)}, workspace {_held(memory.workspace, unit)}"
     )
     share = memory.peak / result.spec.memory_bytes
-    saved = ", ".join(f"{name} {size / GIB:.2f}" for name, size in list(memory.saved.items())[:6])
+    saved = ", ".join(f"{name} {_held(size, unit)}" for name, size in list(memory.saved.items())[:6])
     return [
-        f"memory {memory.peak / GIB:.2f} GiB ({share:.0%} of the card): {parts}",
+        f"memory {_held(memory.peak, unit)} {name_of_it} ({share:.0%} of the card): {parts}",
         f"       kept for the backward pass: {saved}",
     ]
 
 
+def _unit(size: int) -> tuple[int, str]:
+    """Bytes of the unit in which memory of about this size is read well, and its name."""
+    return (GIB, "GiB") if size >= GIB else (MIB, "MiB")
+
+
+def _held(size: int, unit: int) -> str:
+    """An amount of memory in three digits."""
+    value = size / unit
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+
+
 def _changes(result: ExplainResult) -> FittedTable:
+    unit, name_of_it = _unit(result.memory.peak)
     rows = [
         (
             (
@@ -113,14 +126,14 @@ def _changes(result: ExplainResult) -> FittedTable:
                 amount(change.tokens_per_s),
                 amount(change.windows_per_s),
                 amount(change.parameters),
-                f"{change.memory_bytes / GIB:.2f}",
+                _held(change.memory_bytes, unit),
             ),
             False,
         )
         for change in result.changes
     ]
     return FittedTable(
-        headers=("change", "floor µs", "saved a\nwindow", "tokens/s", "windows/s", "parameters", "peak\nGiB"),
+        headers=("change", "floor µs", "saved a\nwindow", "tokens/s", "windows/s", "parameters", f"peak\n{name_of_it}"),
         rows=rows,
         spare=("windows/s", "parameters", "tokens/s", "floor µs"),
         wrap=21,

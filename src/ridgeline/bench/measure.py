@@ -268,7 +268,7 @@ def measure_preset(
     """`ridgeline explain PRESET --measure`: run, time and profile a preset's step on the CUDA card that is here.
 
     Args:
-        preset: its name.
+        preset: its name, or what else `find_config` takes.
         engine: a contender of the benchmark.
         batch, context, precision: as for `explain_preset`; the whole batch is run in one part.
         steps: how many are profiled.

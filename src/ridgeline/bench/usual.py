@@ -30,7 +30,8 @@ def record_file(record: Record, folder: str | Path) -> Path:
     assert info is not None
     card = re.sub(r"[^a-z0-9]+", "-", record.card.lower()).strip("-")
     cards = f"-{record.gpus}gpus" if record.gpus > 1 else ""
-    stem = f"{record.date[:10]}-{record.kind}-{info.name}-b{info.batch}-t{info.context}-{info.precision}{cards}"
+    name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", info.name).strip("-.")  # the name of a file of settings has a path
+    stem = f"{record.date[:10]}-{record.kind}-{name}-b{info.batch}-t{info.context}-{info.precision}{cards}"
     file, number = Path(folder) / card / f"{stem}.json", 1
     while file.exists():
         number += 1

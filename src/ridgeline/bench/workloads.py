@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ridgeline.errors import ConfigError
 from ridgeline.models import LanguageConfig, ModelConfig
-from ridgeline.presets import preset
+from ridgeline.presets import find_config
 from ridgeline.records import WorkloadInfo
 
 CPU_BATCH, CPU_CONTEXT = 4, 64
@@ -60,10 +60,15 @@ BATCHES = {"gpt2-124m": 64}  # where a preset's own batch is more than a card ta
 def workload(name: str, *, batch: int | None = None, context: int | None = None, precision: str = "bf16") -> Workload:
     """The workload of a preset at its usual batch and context, or at those given.
 
+    Args:
+        name: a preset, or what else `find_config` takes.
+        batch, context: windows a step and positions a window.
+        precision: fp32, tf32, bf16 or fp16.
+
     Raises:
         ConfigError: there is no such preset, or the sizes cannot be.
     """
-    config = preset(name)
+    config = find_config(name)
     usual_batch = BATCHES.get(name, config.batch)
     length = config.window.context if context is None else context
     decoder = replace(config.model.decoder, context=max(length, config.window.context))

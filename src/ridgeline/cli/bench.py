@@ -32,7 +32,8 @@ class Options:
     """Measure ways to train a workload against each other: each in a process of its own, taking turns in one run.
 
     Attributes:
-        workload: a preset; on the CPU a smaller batch and context of it.
+        workload: a preset or a file of settings, or either with settings changed: gpt2-c256+kv_heads=1; on the CPU a
+            smaller batch and context of it.
         contenders: names with commas between them: eager, compile, reduce-overhead, max-autotune, graph,
             compile+graph, best, the rungs m0 m1 m2 m3 r16, the peers transformers and liger; NAME:copies and
             NAME:autocast say how half precision is stored, NAME:explicit that attention is written out, NAME:host

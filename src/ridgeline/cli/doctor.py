@@ -20,7 +20,7 @@ class Options:
     """Say what would run here and why: versions, card, implementations, attention's backend, known bad combinations.
 
     Attributes:
-        preset: whose ops and shapes are asked about.
+        preset: whose ops and shapes are asked about; or a file of settings, or either with settings changed.
         precision: bf16, fp16, tf32 or fp32; without it what training takes by itself.
         json: print one JSON object as the last line.
     """

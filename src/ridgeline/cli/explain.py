@@ -23,7 +23,7 @@ class Options:
     """Say where the time of a training step must go on a card: FLOPs, bytes, floors, memory, and what would help.
 
     Attributes:
-        preset: its name.
+        preset: its name, or that of a file of settings; either with settings changed: gpt2-c256+norm=rmsnorm+layers=8.
         device: a card, such as h200, a100 or rtx4090; without it the one that is here. An unknown name lists near ones.
         batch: windows in a step; without it the preset's.
         context: positions in a window; without it the preset's.

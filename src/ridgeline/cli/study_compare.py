@@ -16,9 +16,10 @@ from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.output import Flag, parse
 from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError
+from ridgeline.presets import find_config
 from ridgeline.study.compare import Comparison, Plan, compare
 from ridgeline.study.comparison_record import comparison_record, rows
-from ridgeline.study.contenders import distinct, find_contender, own_recipes, same_recipe, single_changes, spread
+from ridgeline.study.contenders import distinct, own_recipes, same_recipe, single_changes, spread
 from ridgeline.study.folder import RECORD, keep_record
 from ridgeline.study.runs import StoppedError
 from ridgeline.train.resolve import resolve
@@ -123,9 +124,9 @@ def _plan(options: Options) -> Plan:
     settings = _settings(options)
     first, *others = distinct(names)
     if options.recipes:
-        configs = own_recipes({name: override(find_contender(name), settings) for name in (first, *others)})
+        configs = own_recipes({name: override(find_config(name), settings) for name in (first, *others)})
     else:
-        found = {first: override(find_contender(first), settings), **{name: find_contender(name) for name in others}}
+        found = {first: override(find_config(first), settings), **{name: find_config(name) for name in others}}
         configs = same_recipe(found)
     recipe = configs[first]
     for name, config in configs.items():

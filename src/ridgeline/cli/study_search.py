@@ -19,7 +19,7 @@ from ridgeline.cli.output import Flag, parse
 from ridgeline.data.api import load_dataset
 from ridgeline.data.games import GameData
 from ridgeline.errors import ConfigError
-from ridgeline.study.contenders import find_contender
+from ridgeline.presets import find_config
 from ridgeline.study.folder import RECORD, keep_record, write_whole
 from ridgeline.study.search import Search, chosen_config, search
 from ridgeline.study.search_record import search_record
@@ -119,7 +119,7 @@ def _plan(options: Options) -> Search:
     given = {name: getattr(options, name) for name in ("device", "engine", "precision", "eval_windows")}
     if options.data is not None:
         given["data"] = options.data
-    base = override(find_contender(options.base), given)
+    base = override(find_config(options.base), given)
     if base.data in ("boxing", "boxing-visible"):
         replay_shipped(base.data)
     data = load_dataset(base.data)

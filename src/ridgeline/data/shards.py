@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 import ridgeline
 from ridgeline.checkpoint import sha256
-from ridgeline.errors import DataError
+from ridgeline.errors import DataError, reason
 
 FORMAT = "ridgeline-data"
 SCHEMA = 1
@@ -178,7 +178,9 @@ def vouched(folder: Path) -> Iterator[None]:
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder / META} is damaged ({error}); delete the folder and prepare it again") from error
+        raise DataError(
+            f"{folder / META} is damaged ({reason(error)}); delete the folder and prepare it again"
+        ) from error
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -188,7 +190,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise DataError(f"{folder} is no data set ({META} is missing); prepare it with `ridgeline data`") from error
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read ({error}); delete the folder and prepare it again") from error
+        raise DataError(f"{file} cannot be read ({reason(error)}); delete the folder and prepare it again") from error
     ours = isinstance(meta, dict) and meta.get("format") == FORMAT
     if not ours or not meta.keys() >= REQUIRED or type(meta["schema"]) is not int:
         raise DataError(f"{folder} is not a ridgeline data set; prepare one with `ridgeline data`")
@@ -209,4 +211,4 @@ def _read_array(folder: Path, entry: Mapping[str, Any]) -> NDArray[Any]:
         empty = 0 in entry["shape"]  # which cannot be mapped
         return np.load(file, mmap_mode=None if empty else "r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read ({error}); {cure}") from error
+        raise DataError(f"{file} cannot be read ({reason(error)}); {cure}") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from ridgeline import files
-from ridgeline.errors import UnsupportedError
+from ridgeline.errors import UnsupportedError, reason
 from ridgeline.hardware.driver import read_driver
 from ridgeline.hardware.spec import GIB, PRECISIONS, Precision, lacking
 
@@ -62,7 +62,9 @@ def _stored() -> dict[str, Ceilings]:
     try:
         return {card: Ceilings(**entry) for card, entry in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UnsupportedError(f"{path} is not a list of ceilings ({error}); delete it and measure again") from error
+        raise UnsupportedError(
+            f"{path} is not a list of ceilings ({reason(error)}); delete it and measure again"
+        ) from error
 
 
 def load_ceilings(card: str) -> Ceilings | None:
@@ -82,7 +84,7 @@ def save_ceilings(ceilings: Ceilings) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         return files.replace(path, json.dumps(entries, indent=1))
     except OSError as error:
-        raise UnsupportedError(f"cannot write {path} ({error.strerror}); set RIDGELINE_CACHE to a folder") from error
+        raise UnsupportedError(f"cannot write {path} ({reason(error)}); set RIDGELINE_CACHE to a folder") from error
 
 
 def _seconds(call: Callable[[], object], repeats: int = 20, warm_up: int = 5) -> float:

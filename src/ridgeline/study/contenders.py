@@ -1,47 +1,15 @@
-"""Contenders of a study by name: a preset or a settings file, with changes behind it.
-
-gpt2-c256                        a preset
-mine.toml                        a file of settings, as `train --config` takes it
-gpt2-c256+norm=rmsnorm+bias=false  with settings changed: of the model's decoder by their plain names, others
-                                 by dotted path (optimizer.lr=2e-3)
-"""
+"""Contenders of a study: what they differ in, what they share, and where they train."""
 
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from ridgeline.errors import ConfigError
-from ridgeline.models import DecoderConfig
-from ridgeline.presets import preset
+from ridgeline.presets import DECODER, find_config
 from ridgeline.train.config import TrainConfig
-from ridgeline.train.settings import merge, override, read_toml
-
-DECODER = tuple(field.name for field in dataclasses.fields(DecoderConfig))
-
-
-def find_contender(name: str) -> TrainConfig:
-    """The config that `name` stands for.
-
-    Raises:
-        ConfigError: no such preset or file, or a change that cannot be.
-    """
-    base, *changes = name.split("+")
-    if base.endswith(".toml"):
-        written = read_toml(base)
-        if "preset" not in written:
-            raise ConfigError(f'{base} names no preset to build on; add a line such as preset = "gpt2-c256"')
-        config = override(preset(written.pop("preset")), written)
-    else:
-        config = preset(base)
-    values: dict[str, Any] = {}
-    for change in changes:  # all at once: a shorter context and its shorter window go together
-        values = merge(values, _nested(change, name))
-    return override(config, values)
 
 
 def single_changes(first: str, second: str) -> list[str]:
@@ -50,7 +18,7 @@ def single_changes(first: str, second: str) -> list[str]:
     Raises:
         ConfigError: their decoders are alike.
     """
-    a, b = (find_contender(name).model.decoder for name in (first, second))
+    a, b = (find_config(name).model.decoder for name in (first, second))
     names = [
         f"{first}+{field}={_literal(getattr(b, field))}" for field in DECODER if getattr(a, field) != getattr(b, field)
     ]
@@ -132,21 +100,7 @@ def spread(configs: Mapping[str, TrainConfig], gpus: int) -> dict[str, TrainConf
     }
 
 
-def _nested(change: str, name: str) -> dict[str, Any]:
-    key, equals, text = change.partition("=")
-    if not equals or not key or not text:
-        raise ConfigError(f"{change!r} in {name} is no change; write it as +setting=value, such as +norm=rmsnorm")
-    path = f"model.decoder.{key}" if key in DECODER else key
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text  # a word
-    for part in reversed(path.split(".")):
-        value = {part: value}
-    return value  # type: ignore[no-any-return]
-
-
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,7 +9,8 @@ from typing import Any
 from ridgeline.data.games import GameData
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
-from ridgeline.study.contenders import check_gpus, find_contender
+from ridgeline.presets import find_config
+from ridgeline.study.contenders import check_gpus
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override
@@ -60,7 +61,7 @@ def find_racers(
             own["engine"] = rest[0]
         if len(rest) == 2:
             own["seed"] = int(rest[1])
-        config = resolve(override(find_contender(name), {**settings, **own}), data)
+        config = resolve(override(find_config(name), {**settings, **own}), data)
         folder = word.replace(":", "-").replace("/", "-").replace("\\", "-").lstrip(".-")
         found.append(Contender(name=word, folder=folder, config=config))
     for place, contender in enumerate(found):

@@ -13,7 +13,7 @@ from types import FrameType
 
 import torch
 
-from ridgeline.errors import OutOfMemoryError, RidgelineError
+from ridgeline.errors import OutOfMemoryError, RidgelineError, reason
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # how PyTorch's RuntimeErrors put it
 
@@ -48,7 +48,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise RidgelineError(
-            f"cannot write to the run's folder {folder} ({error.strerror or error}); free space or choose another "
+            f"cannot write to the run's folder {folder} ({reason(error)}); free space or choose another "
             "folder: the last checkpoint, where there is one, is kept"
         ) from error
 

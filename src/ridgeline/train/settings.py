@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ridgeline.errors import ConfigError, nearest
+from ridgeline.errors import ConfigError, nearest, reason
 from ridgeline.models.reader import NONE, convert, read
 from ridgeline.train.config import STOPS, TrainConfig
 
@@ -63,7 +63,7 @@ def read_toml(file: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the settings {file} cannot be read ({error}); give a readable TOML file") from error
+        raise ConfigError(f"the settings {file} cannot be read ({reason(error)}); give a readable TOML file") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
 

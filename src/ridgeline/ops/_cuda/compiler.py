@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ridgeline import files
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, reason
 from ridgeline.ops._cuda import nvrtc
 
 INCLUDE_DIRECTORY = Path(__file__).parent / "include"
@@ -119,5 +119,5 @@ def build(path: Path, defines: Defines | None = None, arch: str = "sm_90a") -> C
         files.replace(log_path, log)
         files.replace(image_path, image)
     except OSError as error:
-        raise ConfigError(f"cannot keep compiled kernels in {folder} ({error}); set RIDGELINE_CACHE") from error
+        raise ConfigError(f"cannot keep compiled kernels in {folder} ({reason(error)}); set RIDGELINE_CACHE") from error
     return Cubin(image, log, arch)
