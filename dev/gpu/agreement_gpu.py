@@ -1,27 +1,55 @@
-"""Losses of best, bf16 copies and autocast beside fp32, gpt2-c256; one JSON.  PYTHONPATH=src python dev/gpu/agreement_gpu.py [SEEDS]"""
+"""Losses of best, bf16 copies and autocast beside fp32, gpt2-c256, a seed at a time; one JSON.
+
+PYTHONPATH=src OUT=$OUT python dev/gpu/agreement_gpu.py [SEEDS]      (about 10 s a seed; other checks may run beside it)
+
+What ridgeline.bench.agreement does, with one step a variant for all seeds, so that it is captured once.
+"""
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
-import torch
-
-from ridgeline.bench.agreement import agreement, chain
+from ridgeline.bench.agreement import REFERENCE, VARIANTS, batch_of, chain
 from ridgeline.bench.workloads import workload
+from ridgeline.engine import TrainStep
+from ridgeline.models import build
+from ridgeline.optim import OptimizerConfig
 
-began = time.time()
-seeds = int(sys.argv[1]) if sys.argv[1:] else 5
-found = agreement(
-    workload("gpt2-c256", precision="bf16"),
-    chain(65, 1_000_000, 7),
-    seeds=seeds,
-    steps=500,
-    device=torch.device("cuda:0"),
-)
-table = {r.variant: {"distance": r.distance, "worst": r.worst, "final": [run[-1] for run in r.losses]} for r in found}
-print(json.dumps(table, indent=1), f"{time.time() - began:.0f} s", flush=True)
-with open(f"{os.environ.get('OUT', '/tmp')}/agreement.json", "w") as file:
-    json.dump(
-        {**table, "curves": {r.variant: [[round(x, 5) for x in run[::5]] for run in r.losses] for r in found}}, file
-    )
+STEPS, LAST = 500, 100
+SETTINGS = OptimizerConfig(lr=1e-3, floor=1e-4, warmup=50)
+
+
+def main():
+    """Prints the distances after every seed."""
+    began, seeds = time.time(), int(sys.argv[1]) if sys.argv[1:] else 5
+    case, tokens = workload("gpt2-c256", precision="bf16"), chain(65, 1_000_000, 7)
+    assert case.model.decoder.dropout == 0.0
+    steps, starts = {}, {}
+    for name, variant in VARIANTS.items():
+        model = build(case.model, impl=variant.impl, seed=0).cuda().train()
+        steps[name] = TrainStep(model, optimizer=SETTINGS, steps=STEPS, precision=variant.precision, seed=0)
+        starts[name] = steps[name].state_dict()
+    losses = {name: [] for name in VARIANTS}
+    for seed in range(seeds):
+        batches = [batch_of(tokens, case, seed, number) for number in range(STEPS)]
+        for name, variant in VARIANTS.items():
+            step = steps[name]
+            step.model.load_state_dict(build(case.model, impl=variant.impl, seed=seed).state_dict())
+            step.load_state_dict(starts[name])
+            for batch in batches:
+                step(batch)
+            losses[name].append([m.loss for m in step.metrics()])
+        found = {}
+        for name, runs in losses.items():
+            pairs = [zip(a[-LAST:], b[-LAST:], strict=True) for a, b in zip(runs, losses[REFERENCE], strict=True)]
+            by_seed = [sum(abs(x - y) for x, y in pair) / LAST for pair in pairs]
+            found[name] = {"distance": round(sum(by_seed) / len(by_seed), 6), "worst": round(max(by_seed), 6)}
+            found[name]["final"] = round(runs[-1][-1], 5)
+        print(f"seeds {seed + 1}, {time.time() - began:.0f} s", json.dumps(found), flush=True)
+        curves = {name: [[round(x, 5) for x in run[::5]] for run in runs] for name, runs in losses.items()}
+        Path(os.environ.get("OUT", "/tmp"), "agreement.json").write_text(json.dumps({**found, "curves": curves}))
+
+
+main()
