@@ -164,6 +164,33 @@ def test_what_asks_for_a_value_cannot_be_captured_and_nothing_is_lost():
     assert after.taken == 1
 
 
+def test_what_was_captured_at_step_0_is_right_at_step_10_000():
+    batches = [language_batch(i) for i in range(4)]
+    settings = OptimizerConfig(lr=1e-2, warmup=10, clip=0.5)
+    first = TrainStep(build(LANGUAGE, impl="reference", seed=3), None, settings, steps=10_004, capture=False, seed=5)
+    for batch in batches:
+        first(batch)
+    late = first.state_dict()
+    late["seed_step"][1], late["applied"] = 10_000, torch.full((1,), 9_998.0)  # two were skipped
+    late["skipped"] = torch.tensor([2, 0])
+    found = []
+    for capture in (False, Recorder()):
+        model = build(LANGUAGE, impl="reference", seed=3)
+        step = TrainStep(model, None, settings, steps=10_004, capture=capture, seed=5)
+        step(batches[0])  # captured at step 0
+        model.load_state_dict(first.model.state_dict())
+        step.load_state_dict(late)
+        for batch in batches:
+            step(batch)
+        found.append(step)
+    calls, replayed = found
+    assert differences(calls, replayed) == []
+    metrics = replayed.metrics(10_000)
+    assert [m.step for m in metrics] == [10_000, 10_001, 10_002, 10_003]
+    assert metrics[-1].lr < metrics[0].lr < 1e-7  # the end of the schedule
+    assert int(replayed.update.applied) == 10_002
+
+
 def test_capture_and_warm_up_leave_the_first_step_first():
     step = TrainStep(build_stranger(), stranger_loss, capture=Recorder(), precision="fp32")
     step(language_batch())
