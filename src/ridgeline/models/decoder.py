@@ -30,7 +30,11 @@ EMBEDDING_SITE = 0
 
 
 def check_impl(impl: str) -> str:
-    """`impl` itself if there is such an implementation."""
+    """`impl` itself.
+
+    Raises:
+        UnsupportedError: there is no such implementation; says which are near.
+    """
     if is_rung(impl):
         find_rung(impl)
     elif impl not in IMPLEMENTATIONS:

@@ -63,6 +63,9 @@ def compile_kernel(
         architecture: compute capability without its dot.
         warps: warps of a program.
         stages: depth of software pipelines.
+
+    Raises:
+        ValueError: an argument of the kernel is in none of the three.
     """
     import triton
     from triton.backends.compiler import GPUTarget

@@ -33,7 +33,7 @@ def attention_reference(
     dropout: DropoutState | None = None,
     site: int = 0,
 ) -> Tensor:
-    """Explicit attention in the inputs' dtype. Returns (B, T, H, D)."""
+    """Explicit attention in the inputs' dtype; arguments as for `attention`. Returns (B, T, H, D)."""
     T, H, G = q_BTHD.shape[1], q_BTHD.shape[2], k_BTGD.shape[2]
     q_BHTD, k_BHTD, v_BHTD = (
         q_BTHD.transpose(1, 2),
