@@ -160,14 +160,17 @@ def test_a_large_head() -> None:
     compare(op, inputs, "triton")
 
 
+@pytest.mark.parametrize("chunk", [None, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_gradient_computed_with_the_loss_is_the_one_computed_after_it(dtype: torch.dtype) -> None:
+def test_the_gradient_computed_with_the_loss_is_the_one_computed_after_it(
+    dtype: torch.dtype, chunk: int | None
+) -> None:
     hidden, weight = draw(50, 24, dtype=dtype, seed=1).requires_grad_(), draw(65, 24, dtype=dtype, seed=2) / 4
     bias, targets = draw(65, dtype=dtype, seed=3).requires_grad_(), draw_targets(50, 65)
     weight.requires_grad_()
 
     def gradients(start: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        loss = linear_cross_entropy(hidden, weight, bias, targets, impl="triton")
+        loss = linear_cross_entropy(hidden, weight, bias, targets, chunk=chunk, impl="triton")
         return torch.autograd.grad(loss, [hidden, weight, bias], start)
 
     for known, asked in zip(gradients(one(hidden.device)), gradients(torch.ones((), device=DEVICE)), strict=True):

@@ -68,7 +68,7 @@ class HeadBuffers(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """Of the sum of the losses over rows: of the hidden states, in their dtype; of weight and bias, fp32 (or None)."""
+    """Of the hidden states, in their dtype; of weight and bias, fp32 (or None)."""
 
     hidden_NC: Tensor
     weight_WC: Tensor
@@ -104,16 +104,17 @@ def make_buffers(hidden_NC: Tensor, head: Head, rows: int) -> HeadBuffers:
 
 
 def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor, buffers: HeadBuffers) -> HeadGradients:
-    """Writes the mean loss into fp32[1] `loss` and returns the gradients of the sum, a chunk of rows at a time."""
+    """Writes the mean loss into fp32[1] `loss`; returns its gradients, in fp16 the sum's, a chunk of rows at a time."""
     N, V = hidden_NC.shape[0], head.classes
     gradients = HeadGradients(
         torch.empty_like(hidden_NC),
         torch.empty(head.weight_WC.shape, device=hidden_NC.device),
         None if head.bias_W is None else torch.empty(V, device=hidden_NC.device),
     )
-    one = torch.ones(1, dtype=torch.int32, device=hidden_NC.device)  # the sum's gradient, which fp16 can hold
-    rows, first_partial = buffers.logits_KW.shape[0], 0
-    kernels.count_valid_raw(targets_N, buffers.counts)
+    rows, first_partial, counts = buffers.logits_KW.shape[0], 0, buffers.counts
+    kernels.count_valid_raw(targets_N, counts)
+    if hidden_NC.dtype == torch.float16:  # which can hold the sum's gradient
+        counts = torch.ones(1, dtype=torch.int32, device=hidden_NC.device)
     for first in range(0, N, rows):
         part = slice(first, min(first + rows, N))
         logits_KW = buffers.logits_KW[: part.stop - first]
@@ -124,7 +125,9 @@ def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor,
         sums_PV = None
         if gradients.bias_V is not None and V <= kernels.WHOLE_ROWS:
             sums_PV = torch.empty(partials, V, device=losses_P.device)
-        kernels.cross_entropy_raw(logits_KW, targets_N[part], logits_KW, losses_P, one, classes=V, partials_PV=sums_PV)
+        kernels.cross_entropy_raw(
+            logits_KW, targets_N[part], logits_KW, losses_P, counts, classes=V, partials_PV=sums_PV
+        )
         torch.mm(logits_KW, head.weight_WC, out=gradients.hidden_NC[part])
         weight_gradient_raw(logits_KW, hidden_NC[part], gradients.weight_WC, accumulate=first > 0)
         if gradients.bias_V is not None:
@@ -225,8 +228,8 @@ class SmallHead(torch.autograd.Function):
 class ChunkedHead(torch.autograd.Function):
     """The loss of a head whose logits exist a chunk at a time.
 
-    The forward pass leaves the gradients of the sum over rows; the backward pass multiplies them by what comes in, over
-    the number of valid rows.
+    The forward pass leaves the gradients; the backward pass multiplies them by what comes in unless that is 1, in fp16
+    over the number of valid rows.
     """
 
     @staticmethod
@@ -243,11 +246,15 @@ class ChunkedHead(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         gradients: HeadGradients = ctx.gradients
-        factor = dloss.float() / ctx.counts.sum()
+        factor = dloss.float() / ctx.counts.sum() if gradients.hidden_NC.dtype == torch.float16 else dloss.float()
+        known = is_one(factor)
         small = []
         for weight, gradient in zip(ctx.weights, (gradients.weight_WC, gradients.bias_V), strict=True):
             small.append(None if gradient is None else _scaled(weight, gradient[: len(weight)], factor))
-        return (gradients.hidden_NC.float() * factor).to(gradients.hidden_NC.dtype), *small, None, None
+        dhidden_NC = gradients.hidden_NC
+        if not known:
+            dhidden_NC = (dhidden_NC.float() * factor).to(dhidden_NC.dtype)
+        return dhidden_NC, *small, None, None
 
 
 def _scaled(weight: Tensor, gradient: Tensor, factor: Tensor) -> Tensor | None:
