@@ -17,14 +17,14 @@ from ridgeline.bench.layers import PHASES
 from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
-from ridgeline.report import articles, played
+from ridgeline.report import articles, played, studied
 from ridgeline.report.page import circumstances
 from ridgeline.report.sections import base_of, bench_sections, overview_section, rungs_of, timed
 from ridgeline.report.svg import write_png
 from ridgeline.report.sweeps import sweeps
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
-DOCUMENTS = ("README.md", "docs/ladder.md", "docs/playing.md", "docs/melee.md")
+DOCUMENTS = ("README.md", "docs/ladder.md", "docs/playing.md", "docs/melee.md", "docs/studies.md")
 KINDS = ("bench", "race", "study")  # of records that documents show
 IMAGES = "docs/images"
 RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
@@ -235,11 +235,15 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "singles": singles,
     "windows": windows,
     "contexts": contexts,
+    "long-windows": studied.long_windows,
 }
 OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that are no benchmarks
     "race": played.race,
     "crossings": played.crossings,
     "replays": played.replays,
+    "comparison": studied.comparison,
+    "recipe": studied.recipe,
+    "divergence": studied.divergence,
 }
 
 
@@ -270,7 +274,7 @@ def written(text: str, records: Sequence[Record], name: str = "the document") ->
 
 
 def images(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The pictures that the documents show: all workloads at a glance, the ladder, and the race.
+    """The pictures that the documents show: all workloads at a glance, the ladder, the race, and those of studies.
 
     Raises:
         MissingExtraError: Matplotlib is not installed.
@@ -278,6 +282,7 @@ def images(records: Sequence[Record], folder: Path) -> list[Path]:
     benches = [record for record in records if record.kind == "bench"]
     climbed = _ladder(benches)
     sections = {"overview": overview_section(sorted(newest(benches), key=_place)), "race": played.race_section(records)}
+    sections |= studied.pictures(records)
     if climbed is not None:
         sections["ladder"] = next(bench_sections(climbed, 0))
     return [

@@ -23,7 +23,7 @@ def races(records: Sequence[Record]) -> list[Record]:
     found: dict[tuple[Any, ...], Record] = {}
     for record in records:
         if record.kind == "race" and record.gpus:
-            games = _setting(record)["games"]
+            games = setting_of(record)["games"]
             found.setdefault((record.card, games["level"], games["cache"]), record)
     return sorted(found.values(), key=lambda record: -len(record.contenders))
 
@@ -34,7 +34,7 @@ def race(records: Sequence[Record]) -> str:
 
 
 def _where(record: Record) -> str:
-    setting = _setting(record)
+    setting = setting_of(record)
     games, cards = setting["games"], "one card each" if record.gpus > 1 else "one card"
     return (
         f"{games['count']} games at level {games['level']}, `--cache {games['cache']}`, seeds from "
@@ -45,7 +45,7 @@ def _where(record: Record) -> str:
 
 def _standings(record: Record) -> str:
     rows: list[list[Cell]] = []
-    for curve in _curves(record, "race"):
+    for curve in curves_of(record, "race"):
         for point in curve["points"]:
             low, high = point["intervals"]["margin"]
             rows.append(
@@ -73,7 +73,7 @@ def crossings(records: Sequence[Record]) -> str:
             words(row["target"]),
             Cell(text="not in this time" if row["seconds"] is None else f"{row['seconds']:.1f} s"),
         ]
-        for curve in (_curves(found[0], "crossings") if found else ())
+        for curve in (curves_of(found[0], "crossings") if found else ())
         for row in curve["rows"]
     ]
     return Table(headers=("contender", "reaches", "from"), rows=rows).markdown() if rows else MISSING
@@ -88,7 +88,7 @@ def race_section(records: Sequence[Record]) -> Section | None:
 
 def replays(records: Sequence[Record]) -> str:
     """Training on Melee replays: its rate beside the same step's on one batch, and what is known by heart."""
-    trained = [record for record in records if record.kind == "study" and _curves(record, "melee")]
+    trained = [record for record in records if record.kind == "study" and curves_of(record, "melee")]
     rates = next((record for record in trained if len(record.contenders) > 1), None)
     heart = next((record for record in trained if record.workload and BY_HEART in record.workload.name), None)
     parts = [table for table in (rates and _rates(rates), heart and _by_heart(heart)) if table]
@@ -98,26 +98,28 @@ def replays(records: Sequence[Record]) -> str:
 def _rates(record: Record) -> str:
     rows = [[words(c.name), quantity(c.tokens_per_s), number(c.step_ms, ".4g")] for c in record.contenders]
     table = Table(headers=("on these games", "tokens/s", "ms a step"), rows=rows)
-    return f"`{_setting(record)['command']}` on one {record.card}, {record.date[:10]}:\n\n{table.markdown()}"
+    return f"`{setting_of(record)['command']}` on one {record.card}, {record.date[:10]}:\n\n{table.markdown()}"
 
 
 def _by_heart(record: Record) -> str:
     rows = []
-    for validation in _curves(record, "melee")[0]["rows"]:
+    for validation in curves_of(record, "melee")[0]["rows"]:
         row = [number(validation["step"], ",d")]
         for head in ("c", "main", "buttons"):
             loss, accuracy = validation[f"val_loss.{head}"], validation[f"val_accuracy.{head}"]
             row.append(Cell(text=f"{loss:.4f}, {accuracy:.2%}"))
         rows.append(row)
     table = Table(headers=("step", "c-stick: nats, right", "main stick", "buttons"), rows=rows)
-    where = f"{_setting(record)['seconds']:.0f} s on one {record.card}, {record.date[:10]}"
+    where = f"{setting_of(record)['seconds']:.0f} s on one {record.card}, {record.date[:10]}"
     return f"One game by heart, as both players, {where}:\n\n{table.markdown()}"
 
 
-def _curves(record: Record, figure: str) -> list[dict[str, Any]]:
+def curves_of(record: Record, figure: str) -> list[dict[str, Any]]:
+    """The curves of one figure of a record."""
     given = record.curves if isinstance(record.curves, list) else []
     return [curve for curve in given if curve.get("figure") == figure]
 
 
-def _setting(record: Record) -> dict[str, Any]:
-    return _curves(record, "setting")[0]
+def setting_of(record: Record) -> dict[str, Any]:
+    """What a study was asked for."""
+    return curves_of(record, "setting")[0]

@@ -24,6 +24,14 @@ def comparison_record(result: Comparison, config: TrainConfig) -> Record:
             *_lines(result),
             {"figure": "standings", "name": "standings", "rows": [_told(row) for row in rows(result)]},
             {
+                "figure": "setting",
+                "name": "setting",
+                "seeds": result.plan.seeds,
+                "rates": list(result.plan.rates),
+                "target": result.plan.target,
+                "steps": {name: chosen.total_steps for name, chosen in result.plan.configs.items()},
+            },
+            {
                 "figure": "runs",
                 "name": "runs",
                 "rows": [_run(s, n, r) for s in result.standings for n, r in enumerate(s.runs)],

@@ -1,0 +1,158 @@
+"""What comparisons of models and recipes, and runs that watch the gradient's norm, say: tables for the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ridgeline.bench.workloads import workload
+from ridgeline.models.memory import memory
+from ridgeline.models.plan import FUSED
+from ridgeline.records import Record
+from ridgeline.report.played import MISSING, curves_of, setting_of
+from ridgeline.report.sections import Section
+from ridgeline.report.series import curve_sections
+from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
+
+LONG = 2048  # positions from which a window counts as long
+GB = 1e9
+
+
+def comparison(records: Sequence[Record]) -> str:
+    """Models under one recipe: rate, losses, speed, and the difference to the first."""
+    record = _study(records, target=False)
+    if record is None:
+        return MISSING
+    rows: list[list[Cell]] = [
+        [
+            words(f"`{row['contender']}`"),
+            quantity(row["parameters"]),
+            Cell(text=f"{row['learning_rate']:g}{' (edge)' if row['at_edge'] else ''}"),
+            Cell(text=_with_spread(row["best_loss"], row["best_spread"])),
+            Cell(text=_with_spread(row["final_loss"], row["final_spread"])),
+            quantity(row["tokens_per_s"]),
+            words(row.get("difference", NONE)),
+        ]
+        for row in _rows(record, "standings")
+    ]
+    headers = ("contender", "parameters", "rate", "lowest", "at the end", "tokens/s", "lowest, against the first")
+    return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def recipe(records: Sequence[Record]) -> str:
+    """Recipes by the seconds in which they hold a loss."""
+    record = _study(records, target=True)
+    if record is None:
+        return MISSING
+    target, seeds = setting_of(record)["target"], setting_of(record)["seeds"]
+    speed = {result.name: result.step_ms for result in record.contenders}
+    rows: list[list[Cell]] = [
+        [
+            words(f"`{row['contender']}`"),
+            number(speed.get(row["contender"]), ".3f"),
+            Cell(text=_with_spread(row["best_loss"], row["best_spread"])),
+            Cell(text=f"{row['reached']} of {seeds}"),
+            Cell(text=_with_spread(row["target_s"], row["target_spread_s"], 2)),
+            words(row.get("target_difference_s", NONE)),
+        ]
+        for row in _rows(record, "standings")
+    ]
+    headers = ("recipe", "ms a step", "lowest loss", f"held {target:g}", "training seconds", "later than the first by")
+    return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def divergence(records: Sequence[Record]) -> str:
+    """Engines by what became of loss and gradient norm."""
+    record = next((r for r in records if r.gpus and curves_of(r, "training")), None)
+    if record is None:
+        return MISSING
+    rows: list[list[Cell]] = [
+        [
+            words(f"`{row['way']}`"),
+            number(row["steps"], ",d"),
+            number(row["loss_of_the_last_100_steps"], ".3f"),
+            number(row["largest_norm"], ".3g"),
+            number(row["largest_norm_after_step_100"], ".3g"),
+            number(row["first_step_that_is_not_finite"], "d"),
+            number(row["kernels_with_mix_order_reduction"], "d"),
+        ]
+        for row in _rows(record, "runs")
+    ]
+    headers = ("engine", "steps", "loss, last 100", "largest norm", "after step 100", "first step not finite",
+               "mix-order kernels")  # fmt: skip
+    return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def long_windows(records: Sequence[Record]) -> str:
+    """Speed and memory of long windows under `best` and the best PyTorch, beside the memory that the accounting says.
+
+    Args:
+        records: benchmarks, newest first.
+    """
+    newest: dict[tuple[Any, ...], Record] = {}
+    for record in records:
+        info = record.workload
+        if info is not None and info.context >= LONG and record.result("best") and record.result("compile+graph"):
+            newest.setdefault((info.context, info.batch, info.name, info.precision), record)
+    rows: list[list[Cell]] = []
+    for _, record in sorted(newest.items(), key=lambda item: item[0][:3]):
+        info, best, other = record.workload, record.result("best"), record.result("compile+graph")
+        assert info is not None
+        assert best is not None
+        assert other is not None
+        case = workload(info.name, batch=info.batch, context=info.context, precision=info.precision)
+        said = memory(case.model, batch=info.batch, context=info.context, precision="bf16", plan=FUSED)
+        rows.append(
+            [
+                words(f"`{info.name}`"),
+                number(info.context, "d"),
+                number(info.batch, "d"),
+                *(quantity(result.tokens_per_s) for result in (best, other)),
+                *(number(result.peak_memory_bytes, ".2f", scale=1 / GB) for result in (best, other)),
+                number(said.peak / GB, ".2f"),
+            ]
+        )
+    headers = ("model", "context", "batch", "`best`, tokens/s", "`compile+graph`", "`best`, GB", "`compile+graph`, GB",
+               "GB by the accounting")  # fmt: skip
+    return Table(headers=headers, rows=rows).markdown() if rows else MISSING
+
+
+def pictures(records: Sequence[Record]) -> dict[str, Section]:
+    """Sections whose charts the documents show, by name: the comparison's losses, the norms' curves."""
+    wanted = {
+        "comparison": (_study(records, target=False), "loss"),
+        "recipe": (_study(records, target=True), "loss"),
+        "divergence": (next((r for r in records if r.gpus and curves_of(r, "training")), None), "training"),
+    }
+    found = {}
+    for name, (record, figure) in wanted.items():
+        sections = () if record is None else curve_sections(record, 0)
+        section = next((section for section in sections if section.key.startswith(figure)), None)
+        if section is not None:
+            found[name] = section
+    return found
+
+
+def _study(records: Sequence[Record], *, target: bool) -> Record | None:
+    """The newest comparison on a card, of recipes where there is a target, else of models."""
+    return next((r for r in records if r.gpus and any(_rows(r, "standings")) and _has_target(r) == target), None)
+
+
+def _has_target(record: Record) -> bool:
+    return all("target_s" in row for row in _rows(record, "standings"))
+
+
+def _where(record: Record) -> str:
+    info = record.workload
+    what = "" if info is None else f"{info.name}, batch {info.batch}, context {info.context}, {info.precision}, "
+    return f"{what}one {record.card}, {record.date[:10]}:"
+
+
+def _with_spread(mean: float | None, spread: float | None, digits: int = 4) -> str:
+    if mean is None:
+        return NONE
+    return f"{mean:.{digits}f}" if spread is None else f"{mean:.{digits}f} ± {spread:.{digits}f}"
+
+
+def _rows(record: Record, figure: str) -> list[dict[str, Any]]:
+    return [row for curve in curves_of(record, figure) for row in curve.get("rows", ())]

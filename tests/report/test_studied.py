@@ -1,0 +1,78 @@
+"""Tables of comparisons, recipes, norms and long windows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from report import samples
+from ridgeline.records import ContenderResult, Record
+from ridgeline.report import docs, studied
+
+
+def study(target: float | None = None, gpus: int = 1) -> Record:
+    rows: list[dict[str, Any]] = [
+        {"contender": name, "parameters": 4_837_888, "learning_rate": 2e-3, "at_edge": name == "b", "best_loss": 1.49,
+         "best_spread": 0.0021, "final_loss": 1.5, "final_spread": None, "tokens_per_s": 7.2e6}
+        for name in ("a", "b")
+    ]  # fmt: skip
+    rows[1]["difference"] = "+0.0100 (+0.0050 to +0.0150), beyond the spread"
+    if target is not None:
+        rows[0] |= {"reached": 3, "target_s": 1.234, "target_spread_s": 0.05}
+        rows[1] |= {"reached": 2, "target_s": None, "target_spread_s": None}
+    curves = [
+        {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5]},
+        {"figure": "standings", "name": "standings", "rows": rows},
+        {"figure": "setting", "name": "setting", "seeds": 3, "target": target},
+    ]
+    made = samples.record("study", "tinyshakespeare", 32, 256, curves=curves)
+    return replace(made, gpus=gpus, contenders=[ContenderResult(name="a", step_ms=1.1)])
+
+
+def test_a_comparison_and_a_recipe_are_told_apart():
+    records = [study(gpus=0), study(1.4697), study()]
+    text = studied.comparison(records)
+    assert text.startswith("tinyshakespeare, batch 32, context 256, bf16, one NVIDIA H200, 2026-11-29:")
+    assert "| `a` | 4.84 M | 0.002 | 1.4900 ± 0.0021 | 1.5000 | 7.20 M | – |" in text
+    assert "| `b` | 4.84 M | 0.002 (edge) |" in text
+    assert text.endswith("| +0.0100 (+0.0050 to +0.0150), beyond the spread |")
+    text = studied.recipe(records)
+    assert "held 1.4697" in text
+    assert "| `a` | 1.100 | 1.4900 ± 0.0021 | 3 of 3 | 1.23 ± 0.05 | – |" in text
+    assert "| `b` | – | 1.4900 ± 0.0021 | 2 of 3 | – | – |" in text
+    assert set(studied.pictures(records)) == {"comparison", "recipe"}
+    assert studied.comparison([study(gpus=0)]) == studied.recipe([study()]) == studied.MISSING
+
+
+def test_norms():
+    row = {"way": "eager", "steps": 3000, "loss_of_the_last_100_steps": 0.25, "largest_norm": 21.5,
+           "largest_norm_after_step_100": 3.25, "first_step_that_is_not_finite": None,
+           "kernels_with_mix_order_reduction": 12}  # fmt: skip
+    broken = {**row, "way": "compile", "first_step_that_is_not_finite": 7}
+    curves = [
+        {"figure": "training", "name": "eager", "x": [20], "y": [2.0], "below": [21.5]},
+        {"figure": "runs", "name": "divergence", "rows": [row, broken]},
+    ]
+    record = samples.record("study", "hal-20m", 42, 256, curves=curves)
+    text = studied.divergence([study(), record])
+    assert "| `eager` | 3,000 | 0.250 | 21.5 | 3.25 | – | 12 |" in text
+    assert "| `compile` | 3,000 | 0.250 | 21.5 | 3.25 | 7 | 12 |" in text
+    assert list(studied.pictures([record])) == ["divergence"]
+    assert studied.divergence([study()]) == studied.MISSING
+
+
+def test_long_windows_stand_beside_the_accounting():
+    long, short = (samples.record("bench", "gpt2-c256", 4, context, contenders=[
+        samples.result("best", 2.0, 4, context), samples.result("compile+graph", 4.0, 4, context)
+    ]) for context in (2048, 256))  # fmt: skip
+    text = studied.long_windows([long, short])
+    assert text.splitlines()[2].startswith("| `gpt2-c256` | 2048 | 4 | 4.10 M | 2.05 M | 20.00 | 20.00 | ")
+    assert 0.3 < float(text.splitlines()[2].split("|")[-2]) < 3.0
+    assert len(text.splitlines()) == 3
+    assert studied.long_windows([short]) == studied.MISSING
+
+
+def test_documents_take_them():
+    for name in ("comparison", "recipe", "divergence", "long-windows"):
+        text = f"<!-- from records: {name} -->\nold\n<!-- end -->"
+        assert docs.written(text, []) == text.replace("old", studied.MISSING)
