@@ -32,6 +32,7 @@ from ridgeline.records import write_record
 OUT, CARD = Path(os.environ.get("OUT", "/tmp")), torch.device("cuda:0")
 PAIR, PYTORCH = "best,compile+graph", "eager,compile,graph,reduce-overhead,max-autotune"
 ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lanes"
+MQA = "gpt2-c256+kv_heads=1"
 LEAST_S, SHORT_TURN_S, SPARE_S = 35, 0.25, 8
 
 
@@ -69,10 +70,12 @@ def rows():
         peers = "transformers,liger" if name == "gpt2-c256" else "liger"
         found[f"{name}:all"] = Row({}, f"{PAIR},{PYTORCH},{peers},{ALL_RUNGS},{SINGLES}", 30, **small)
         found[f"{name}-512"] = Row({"batch": 512}, steps=12)
-        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048})
         found[f"{name}-fp32"] = Row({"precision": "fp32"}, steps=15)
         for context in (128, 512, 1024):
             found[f"{name}-t{context}"] = Row({"batch": 8192 // context, "context": context})
+    for name in ("gpt2-c256", "fast-c256", MQA):  # what one KV head does for long windows
+        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048})
+        found[f"{name}-4096"] = Row({"batch": 2, "context": 4096})
     return found
 
 
@@ -84,7 +87,7 @@ start, turns, look = run._Bench._start, run._Bench._turns, run._Bench._look_insi
 
 
 def name_of(key):
-    return next(n for n in ("gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m") if key.startswith(n))
+    return next(n for n in (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m") if key.startswith(n))
 
 
 def arrive(key, limit_s=150):
