@@ -75,7 +75,7 @@ def rows():
             found[f"{name}-t{context}"] = Row({"batch": 8192 // context, "context": context})
     for name in ("gpt2-c256", "fast-c256", MQA):  # what one KV head does for long windows
         found[f"{name}-2048"] = Row({"batch": 4, "context": 2048})
-        found[f"{name}-4096"] = Row({"batch": 2, "context": 4096})
+        found[f"{name}-4096"] = Row({"batch": 4, "context": 4096})
     return found
 
 
