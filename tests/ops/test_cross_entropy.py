@@ -7,6 +7,7 @@ from error_budget import DEVICE, DTYPES, compare
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
 from ridgeline.ops.known import is_one, one
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 pytest.importorskip("triton")
 
@@ -175,6 +176,27 @@ def test_the_gradient_computed_with_the_loss_is_the_one_computed_after_it(
 
     for known, asked in zip(gradients(one(hidden.device)), gradients(torch.ones((), device=DEVICE)), strict=True):
         assert torch.equal(known, asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8192, 65536])
+def test_a_weights_gradient_goes_to_its_sink_beside_the_backward_pass(rows: int) -> None:
+    hidden = draw(rows, 256, dtype=torch.bfloat16, seed=1).requires_grad_()
+    weight, targets = (draw(65, 256, dtype=torch.bfloat16, seed=2) / 16).requires_grad_(), draw_targets(rows, 65)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        loss = linear_cross_entropy(hidden, weight, None, targets, impl="triton")
+        return torch.autograd.grad(loss, [hidden, weight], one(hidden.device), allow_unused=True)
+
+    expected_hidden, expected_weight = gradients()
+    sink = GradientSink(torch.full((65, 256), float("nan"), device=DEVICE))
+    setattr(weight, ATTRIBUTE, sink)
+    for times in (1, 2):
+        found, nothing = gradients()
+        sink.join()
+        assert nothing is None
+        assert torch.equal(found, expected_hidden)
+        torch.testing.assert_close(sink.target, times * expected_weight.float(), rtol=0.01, atol=1e-5)
 
 
 def test_only_one_itself_is_known_to_be_one() -> None:

@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ridgeline.errors import ConfigError
 
+CHUNK = 1 << 16  # elements that a block of PyTorch's kernels for lists of tensors takes
+
 Signature = tuple[pytree.TreeSpec, tuple[tuple[torch.Size, torch.dtype], ...]]
 
 
@@ -50,6 +52,15 @@ class Source(Protocol):
 
     def draw(self, seed_step: Tensor) -> None:
         """Fills `tensors` for a step, whose number is the second of `seed_step`, int64[2] on the device."""
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies small tensors by one kernel, in which a block has a whole chunk of one, and large ones each by itself."""
+    if max(source.numel() for source in sources) <= CHUNK:
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 class _Slot:
@@ -102,7 +113,7 @@ class Feed:
     def load(self, leaves: list[Tensor]) -> None:
         """Makes `leaves` the batch of the next step. Asynchronous on CUDA; see the class for the contract."""
         if self.device.type == "cpu" or all(leaf.device == self.device for leaf in leaves):
-            torch._foreach_copy_(self.static, leaves)
+            _copy_all(self.static, leaves)
             return
         if not self._prefetch:
             for target, leaf in zip(self.static, leaves, strict=True):
@@ -122,7 +133,7 @@ class Feed:
                 target.copy_(source, non_blocking=True)
             slot.sent.record(self._stream)
         current.wait_event(slot.sent)
-        torch._foreach_copy_(self.static, staging)
+        _copy_all(self.static, staging)
         self._taken.record(current)
 
     def buffers(self) -> list[Tensor]:
