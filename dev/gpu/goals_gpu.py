@@ -60,6 +60,7 @@ def rows():
         # a card holds about five of hal-20m's contenders, so its ladder is in groups
         "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit,compile,reduce-overhead", 4, **small),
         "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, **small),
+        "hal-20m:r16": Row({}, f"{PAIR},r16", 6, profile=1, **small),
         "hal-20m:foot": Row({}, f"{PAIR},eager,m0", 3, profile=1, **small),
         "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **small),
         "hal-20m:singles": Row({}, f"{PAIR},m2,{SINGLES}", 4, rounds=2),
