@@ -18,6 +18,7 @@ SHAPES = {
 TIMED = [n for n in SHAPES if n not in ("T200", "T1111", "T4096")]
 # name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor); None for the package's
 TRIALS = {32: {"main": None, "3x1": ((3, 8, 1),) * 3, "4x1": ((4, 8, 1),) * 3}, 64: {"main": None, "other": ((3, 8, 1), (2, 6, 1), (2, 8, 1))}}
+SAMPLES = {"gpt2 B512": (32, 128, 512)}  # at a time, besides the package's choice
 
 def launches(D, name):
     from ridgeline.ops.attention import plain
@@ -29,24 +30,30 @@ def build(job):
     from ridgeline.ops.attention import hopper
     file, D, l = job
     try:
-        c = cuda.build(hopper.SOURCES / file, dict(HEAD_WIDTH=D, WARPGROUPS=l[0], RING_STAGES=l[1], BLOCKS_PER_PROCESSOR=l[2], RL_FP16=0), "sm_90a")
+        c = cuda.build(hopper.SOURCES / file, dict(HEAD_WIDTH=D, WARPGROUPS=l[0], RING_STAGES=l[1], BLOCKS_PER_PROCESSOR=l[2], RL_FP16=0, RL_COLUMN_SUMS=0), "sm_90a")
         return file, D, tuple(l), *[tuple(v)[0:3:2] for v in c.resources().values()]
     except Exception as e: return file, D, tuple(l), str(e)[-200:]
 
 class Plain:
-    def __init__(s, shape, tensors, trial):
+    def __init__(s, shape, tensors, trial, samples=None):
         import torch
         from ridgeline.ops.attention import plain
-        s.p, s.l = plain, launches(shape[4], trial); s.q, s.k, s.v, s.do = tensors; B, T, H, G, D, _ = shape; s.scale = D ** -0.5
+        s.samples = samples; s.p, s.l = plain, launches(shape[4], trial); s.q, s.k, s.v, s.do = tensors; B, T, H, G, D, _ = shape; s.scale = D ** -0.5
         nan = lambda *a, dt=torch.bfloat16: torch.full(a, float("nan"), device="cuda", dtype=dt)
         s.o, s.lse, s.d = nan(B, T, H, D), nan(B, H, T, dt=torch.float32), nan(B, T, (H + 2 * G) * D)
         s.g = [x.unflatten(-1, (-1, D)) for x in s.d.split((H * D, G * D, G * D), -1)]
     def fwd(s): s.p.forward(s.q, s.k, s.v, s.o, s.lse, scale=s.scale, launches=s.l)
+    def sums(s):
+        """Relative error of the column sums, with the package's launches."""
+        import torch
+        sums = torch.full((s.p.column_sum_rows(s.q, s.k), s.d.shape[-1]), float("nan"), device="cuda")
+        s.p.backward(s.do, s.q, s.k, s.v, s.o, s.lse, *s.g, scale=s.scale, column_sums=sums)
+        return L.error(sums.sum(0), s.d.double().sum((0, 1)))
     def bwd(s, without=()):
         class Nothing:
             def launch(s, *a): pass
         real = s.p._kernel; s.p._kernel = lambda n, *a: Nothing() if n in without else real(n, *a)
-        try: s.p.backward(s.do, s.q, s.k, s.v, s.o, s.lse, *s.g, scale=s.scale, launches=s.l)
+        try: s.p.backward(s.do, s.q, s.k, s.v, s.o, s.lse, *s.g, scale=s.scale, launches=s.l, samples=s.samples)
         finally: s.p._kernel = real
 
 class Before:
@@ -78,7 +85,7 @@ def check(names):
     for n in names:
         shape = SHAPES[n]; B, T, H, G, D, _ = shape
         shape = (min(B, 8), *shape[1:]) if T > 256 or B > 64 else shape
-        if n in ("fast B512", "gpt2 B512"): shape = (90, *shape[1:])  # several rounds, one part
+        if n in ("fast B512", "gpt2 B512"): shape = (300 if G == 1 else 90, *shape[1:])  # several rounds and passes, one part
         tensors = L.make(shape); ref, share = L.reference(*tensors); yard = L.errors(ref, share, *sdpa(shape, tensors))
         for trial in TRIALS[D]:
             try:
@@ -87,7 +94,7 @@ def check(names):
                 finite = all(bool(torch.isfinite(x.float()).all()) for x in first)
                 for _ in range(3): us.fwd(); us.bwd()
                 torch.cuda.synchronize(); same = torch.equal(first[0], us.o) and torch.equal(first[1], us.d) and torch.equal(first[2], us.lse)
-                print("RESULT " + json.dumps(["check", n, trial, "ok" if not bad and finite and same else "BAD", round(max(e[k] / yard[k] for k in e), 2), e if bad else "", "" if same else "not repeatable", "" if finite else "not finite"]), flush=True)
+                print("RESULT " + json.dumps(["check", n, trial, "ok" if not bad and finite and same else "BAD", round(max(e[k] / yard[k] for k in e), 2), f"sums {us.sums()}" if trial == "main" else "", e if bad else "", "" if same else "not repeatable", "" if finite else "not finite"]), flush=True)
             except Exception as x: print("RESULT " + json.dumps(["check", n, trial, "FAILED", repr(x)[:200]]), flush=True)
         del tensors, ref
 
@@ -106,11 +113,11 @@ def timings(names, skip):
         return sorted(ts)[n // 2]
     for n in names:
         shape = SHAPES[n]; tensors = L.make(shape); calls = 20 if shape[0] * shape[1] < 20000 else 4; runs = {}; keep = []
-        for trial in [t for t in TRIALS[shape[4]] if (n, t) not in skip] + ["before"]:
+        for trial in [t for t in TRIALS[shape[4]] if (n, t) not in skip] + [x for x in SAMPLES.get(n, ()) if (n, "main") not in skip] + ["before"]:
             try:
-                o = Before(shape, tensors) if trial == "before" else Plain(shape, tensors, trial); o.fwd(); o.bwd(); keep.append(o)
+                o = Before(shape, tensors) if trial == "before" else Plain(shape, tensors, "main", trial) if isinstance(trial, int) else Plain(shape, tensors, trial); o.fwd(); o.bwd(); keep.append(o)
                 runs[trial] = [graph(o.fwd, calls), graph(o.bwd, calls)]
-                if trial != "before": runs[trial] += [graph(lambda o=o: o.bwd(("plain_keys",)), calls), graph(lambda o=o: o.bwd(("plain_queries",)), calls)]
+                if isinstance(trial, str) and trial != "before": runs[trial] += [graph(lambda o=o: o.bwd(("plain_keys",)), calls), graph(lambda o=o: o.bwd(("plain_queries",)), calls)]
             except Exception as x: print("RESULT " + json.dumps(["time", n, trial, repr(x)[:200]]), flush=True)
         got = {t: [[] for _ in r] for t, r in runs.items()}
         for turn in range(5):

@@ -94,7 +94,7 @@ def test_plain_launches(shape: tuple[int, ...], parts: int, recorder: Recorder) 
         blocks = made["defines"].get("BLOCKS_PER_PROCESSOR", 1)
         assert blocks * (made["smem"] + 1024) <= 228 * 1024
         assert made["grid"][0] <= blocks * PROCESSORS or name == "group_gradients"
-    assert recorder.launches["plain_keys"]["arguments"][12] == parts
+    assert recorder.launches["plain_keys"]["arguments"][13] == parts
 
 
 def test_a_workspace_that_is_too_small_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

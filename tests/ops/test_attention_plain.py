@@ -19,18 +19,20 @@ extern "C" const char* run(const rl::TensorMap* m, rl::u16* o, float* lse, const
 }
 """
 QUERIES = """#include "plain_queries.cu"
-extern "C" const char* run(const rl::TensorMap* m, const float* lse, rl::u16* dq, float* stats, const int* n,
-                           float scale, int grid, int random, int late) {
+extern "C" const char* run(const rl::TensorMap* m, const float* lse, rl::u16* dq, float* stats, float* sums,
+                           const int* n, float scale, int grid, int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    plain_queries(m[0], m[1], m[2], m[3], m[4], lse, dq, stats, n[0], n[1], n[2], n[3], n[4], scale);
+    plain_queries(m[0], m[1], m[2], m[3], m[4], lse, dq, stats, sums, n[0], n[1], n[2], n[3], n[4], n[5],
+                  scale);
   });
 }
 """
 KEYS = """#include "plain_keys.cu"
 extern "C" const char* run(const rl::TensorMap* m, rl::u16* dk, rl::u16* dv, float* dk_parts, float* dv_parts,
-                           const int* n, float scale, int grid, int random, int late) {
+                           float* sums, const int* n, float scale, int grid, int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    plain_keys(m[0], m[1], m[2], m[3], m[4], dk, dv, dk_parts, dv_parts, n[0], n[1], n[2], n[3], n[4], n[5], scale);
+    plain_keys(m[0], m[1], m[2], m[3], m[4], dk, dv, dk_parts, dv_parts, sums, n[0], n[1], n[2], n[3], n[4], n[5], n[6],
+               scale);
   });
 }
 """
@@ -59,6 +61,7 @@ class Plain:
     def defines(self) -> dict[str, int]:
         return {
             "HEAD_WIDTH": self.D, "WARPGROUPS": self.groups, "RING_STAGES": self.stages, "BLOCKS_PER_PROCESSOR": 1,
+            "RL_COLUMN_SUMS": 1,
         }  # fmt: skip
 
     @property
@@ -110,24 +113,21 @@ def test_forward(case: Plain, tmp_path: Path) -> None:
     assert error(lse, x.lse) < 1e-5
 
 
-def key_sums(case: Plain, x: Problem, maps: list[Map], library: ctypes.CDLL) -> tuple[torch.Tensor, torch.Tensor]:
+def key_sums(
+    case: Plain, x: Problem, maps: list[Map], library: ctypes.CDLL, columns: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """dK and dV, (B, T, G, D), from the second kernel."""
     B, T, G, D, parts = case.B, case.T, case.G, case.D, case.parts
     width = (case.H + 2 * G) * D
     _, dk, dv = heads(unwritten(B, T, width, dtype=torch.bfloat16), Case(T, case.H, G, D, rows=0, p=0.0, B=B))
     sums = [unwritten(B, G, parts, T, D) for _ in range(2)]
-    numbers = (ctypes.c_int * 6)(
-        T, case.H, case.H // (G * parts), parts, B * G * parts * case.head_units, width
+    numbers = (ctypes.c_int * 7)(
+        T, case.H, case.H // (G * parts), parts, B * G * parts * case.head_units, width, len(columns)
     )  # fmt: skip
     fault = library.run(
-        (Map * 5)(*maps),
-        *map(pointer, (dk, dv, *sums)),
-        numbers,
-        ctypes.c_float(x.scale),
-        case.grid,
-        case.seed,
-        case.late,
-    )
+        (Map * 5)(*maps), *map(pointer, (dk, dv, *sums, columns)), numbers, ctypes.c_float(x.scale), case.grid,
+        case.seed, case.late,
+    )  # fmt: skip
     assert fault is None
     return (dk, dv) if parts == 1 else tuple(y.sum(2).transpose(1, 2) for y in sums)  # type: ignore[return-value]
 
@@ -143,15 +143,18 @@ def test_backward(case: Plain, tmp_path: Path) -> None:
     stats = unwritten(B * H, case.blocks * 128)
     box = (1, 64, 1, D)
     q, k, v, o, d_o = (tensor_map(y, box) for y in (x.q, x.k, x.v, out, x.d_out))
-    numbers = (ctypes.c_int * 5)(T, H, H // case.G, B * H * case.head_units, width)
+    columns = unwritten(4 * case.groups * case.grid + 1, width)  # and a row for nobody
+    numbers = (ctypes.c_int * 6)(T, H, H // case.G, B * H * case.head_units, width, len(columns))
     fault = queries.run(
-        (Map * 5)(q, k, v, o, d_o), pointer(lse), pointer(dq), pointer(stats), numbers, ctypes.c_float(x.scale),
-        case.grid, case.seed, case.late,
+        (Map * 5)(q, k, v, o, d_o), pointer(lse), pointer(dq), pointer(stats), pointer(columns), numbers,
+        ctypes.c_float(x.scale), case.grid, case.seed, case.late,
     )  # fmt: skip
     assert fault is None
     assert error(dq, x.gradients[0]) < 5e-3
     statistics = tensor_map(stats.view(torch.bfloat16), (1, 256))
     statistics.swizzle = 0
-    dk, dv = key_sums(case, x, [q, k, v, d_o, statistics], keys)
+    dk, dv = key_sums(case, x, [q, k, v, d_o, statistics], keys, columns)
     assert error(dk, x.gradients[1]) < 5e-3
     assert error(dv, x.gradients[2]) < 5e-3
+    bias = torch.cat([y.sum((0, 1)).flatten() for y in x.gradients])
+    assert error(columns.sum(0), bias) < 5e-3

@@ -6,6 +6,7 @@ kernels, dQ with the rows' statistics and then dK and dV, and a third where the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.attention import hopper
 
-_FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPiiiiif", "MMMMMPPPPiiiiiif"
+_FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPPiiiiiif", "MMMMMPPPPPiiiiiiif"
 
 
 class Launch(NamedTuple):
@@ -42,6 +43,7 @@ class Launches(NamedTuple):
     keys: Launch
 
 
+SHORT, CACHED = 256, 42_000_000  # positions; bytes
 LAUNCHES = {
     32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(2, 8, 2)),
     64: Launches(Launch(2, 5, 2), Launch(3, 5, 1), Launch(3, 7, 1)),
@@ -63,10 +65,31 @@ def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
     return next((parts for parts in range(1, share) if share % parts == 0 and parts * units >= wanted), share)
 
 
-def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str) -> cuda.Kernel:
+def samples_at_a_time(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
+    """How many samples the backward kernels take at a time.
+
+    The second kernel reads what the first one has read, and finds it in the cache if that is not too much. Long windows
+    compute for longer than they read, and shared keys have too few units for many rounds.
+    """
+    B, T, H, D = q_BTHD.shape
+    passes = -(-10 * B * T * H * D // CACHED) if T <= SHORT and k_BTGD.shape[2] == H else 1
+    return -(-B // passes)
+
+
+def column_sum_rows(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
+    """Rows of the partial column sums that `backward` can leave."""
+    B, T, H, D = q_BTHD.shape
+    launches, device = LAUNCHES[D], q_BTHD.device
+    parts = B * k_BTGD.shape[2] * key_parts(q_BTHD, k_BTGD, launches.keys)
+    units = ((launches.queries, B * H), (launches.keys, parts))
+    return max(4 * launch.groups * _grid(launch, heads * launch.units(T), device)[0] for launch, heads in units)
+
+
+def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str, sums: bool = False) -> cuda.Kernel:
     defines = {
         "HEAD_WIDTH": q_BTHD.shape[3], "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages,
         "BLOCKS_PER_PROCESSOR": launch.per_processor, "RL_FP16": int(q_BTHD.dtype == torch.float16),
+        "RL_COLUMN_SUMS": int(sums),
     }  # fmt: skip
     return cuda.load(hopper.SOURCES / f"{name}.cu", defines).kernel(name, kinds, patient=True)
 
@@ -117,7 +140,9 @@ def backward(
     dv_BTGD: Tensor,
     *,
     scale: float,
+    column_sums: Tensor | None = None,
     launches: Launches | None = None,
+    samples: int | None = None,
 ) -> None:
     """All gradients of `forward`, each written once, in a fixed order of summation.
 
@@ -126,32 +151,75 @@ def backward(
         q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT: as in `forward`.
         dq_BTHD, dk_BTGD, dv_BTGD: gradients; heads are neighbours, any row pitch (dk's and dv's the same).
         scale, launches: as in `forward`.
+        column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
+            and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
+        samples: that the kernels take at a time; `samples_at_a_time` where none are given.
     """
-    B, T, H, D = q_BTHD.shape
-    G = k_BTGD.shape[2]
-    launches = launches or LAUNCHES[D]
-    device, parts = q_BTHD.device, key_parts(q_BTHD, k_BTGD, launches.keys)
-    stats = torch.empty(B * H, 128 * -(-T // 64), device=device)
-    heads = torch.empty(2, B, G * parts, T, D, device=device) if parts > 1 else stats.new_empty(2, 0)
-    inputs = [hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD)]
-    d_out, kv_pitch = hopper.tiles(d_out_BTHD), hopper.common_pitch(dk_BTGD, dv_BTGD)
+    B, T, _, D = q_BTHD.shape
+    samples = samples or samples_at_a_time(q_BTHD, k_BTGD)
+    stats = torch.empty(q_BTHD.shape[2] * B, 128 * -(-T // 64), device=q_BTHD.device)
+    tensors = (d_out_BTHD, q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD, stats.view(B, -1))
+    for first in range(0, B, samples):
+        some = _Pass(scale, column_sums, launches or LAUNCHES[D], *[x[first : first + samples] for x in tensors])
+        some.queries(zero=first == 0)
+        some.keys(zero=first == 0)
 
-    launch = launches.queries
-    units = B * H * launch.units(T)
-    arguments: tuple[cuda.Argument, ...] = (
-        *inputs, hopper.tiles(out_BTHD), d_out, lse_BHT, dq_BTHD, stats, T, H, H // G, units,
-        hopper.pitch("dq", dq_BTHD), scale,
-    )  # fmt: skip
-    kernel = _kernel("plain_queries", launch, q_BTHD, _QUERY_KINDS)
-    kernel.launch(_grid(launch, units, device), 128 * launch.groups, launch.smem(D, 3), arguments)
 
-    launch = launches.keys
-    units = B * G * parts * launch.units(T)
-    statistics = cuda.tensor_map(stats.view(torch.bfloat16), box=(1, 256), swizzle=0)
-    arguments = (
-        *inputs, d_out, statistics, dk_BTGD, dv_BTGD, *heads, T, H, H // (G * parts), parts, units, kv_pitch, scale,
-    )  # fmt: skip
-    kernel = _kernel("plain_keys", launch, q_BTHD, _KEY_KINDS)
-    kernel.launch(_grid(launch, units, device), 128 * launch.groups, launch.smem(D, 2, stats=True), arguments)
-    if parts > 1:
-        hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)
+@dataclass(frozen=True)
+class _Pass:
+    """The backward pass over some samples: what `backward` takes, and the rows' statistics (B, H · T' · 2)."""
+
+    scale: float
+    column_sums: Tensor | None
+    launches: Launches
+    d_out_BTHD: Tensor
+    q_BTHD: Tensor
+    k_BTGD: Tensor
+    v_BTGD: Tensor
+    out_BTHD: Tensor
+    lse_BHT: Tensor
+    dq_BTHD: Tensor
+    dk_BTGD: Tensor
+    dv_BTGD: Tensor
+    stats_BX: Tensor
+
+    def inputs(self) -> list[bytes]:
+        return [hopper.tiles(x) for x in (self.q_BTHD, self.k_BTGD, self.v_BTGD)]
+
+    def rows(self, zero: bool) -> int:
+        """Of the column sums, as far as a kernel is to set them to zero first."""
+        return len(self.column_sums) if self.column_sums is not None and zero else 0
+
+    def queries(self, *, zero: bool) -> None:
+        """dQ and the statistics."""
+        B, T, H, D = self.q_BTHD.shape
+        launch = self.launches.queries
+        units = B * H * launch.units(T)
+        arguments = (
+            *self.inputs(), hopper.tiles(self.out_BTHD), hopper.tiles(self.d_out_BTHD), self.lse_BHT, self.dq_BTHD,
+            self.stats_BX, self.column_sums, T, H, H // self.k_BTGD.shape[2], units, hopper.pitch("dq", self.dq_BTHD),
+            self.rows(zero), self.scale,
+        )  # fmt: skip
+        kernel = _kernel("plain_queries", launch, self.q_BTHD, _QUERY_KINDS, self.column_sums is not None)
+        kernel.launch(_grid(launch, units, self.q_BTHD.device), 128 * launch.groups, launch.smem(D, 3), arguments)
+
+    def keys(self, *, zero: bool) -> None:
+        """dK and dV."""
+        (B, T, H, D), G = self.q_BTHD.shape, self.k_BTGD.shape[2]
+        launch, parts = self.launches.keys, key_parts(self.q_BTHD, self.k_BTGD, self.launches.keys)
+        units = B * G * parts * launch.units(T)
+        pitch = hopper.common_pitch(self.dk_BTGD, self.dv_BTGD)
+        statistics = self.stats_BX.view(B * H, -1).view(torch.bfloat16)
+        size = B * G * parts * T * D if parts > 1 else 0
+        heads = self.stats_BX.new_empty(2, size)
+        arguments = (
+            *self.inputs(), hopper.tiles(self.d_out_BTHD), cuda.tensor_map(statistics, box=(1, 256), swizzle=0),
+            self.dk_BTGD, self.dv_BTGD, heads[0], heads[1], self.column_sums, T, H, H // (G * parts), parts, units,
+            pitch, self.rows(zero), self.scale,
+        )  # fmt: skip
+        kernel = _kernel("plain_keys", launch, self.q_BTHD, _KEY_KINDS, self.column_sums is not None)
+        kernel.launch(
+            _grid(launch, units, self.q_BTHD.device), 128 * launch.groups, launch.smem(D, 2, stats=True), arguments
+        )
+        if parts > 1:
+            hopper.sum_groups((heads[0], heads[1]), (self.dk_BTGD, self.dv_BTGD), parts, pitch)

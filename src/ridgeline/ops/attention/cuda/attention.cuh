@@ -133,28 +133,6 @@ RL_D void store_square(u32 square, const u32 (&pairs)[16], int warp, int lane) {
     store_columns(square, b, pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3], warp, lane);
 }
 
-// out[D] += scale · the sums over the 16 rows of a warp's accumulators. Of 8 values for 32 columns each exchange of halves
-// leaves a lane with half as many, and at last one; nobody else adds to its place.
-RL_D void add_column_sums(float* out, const float (&d)[D / 2], float scale, int lane) {
-#pragma unroll
-  for (int part = 0; part < D / 32; ++part) {
-    float v[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = d[16 * part + k / 2 * 4 + k % 2] + d[16 * part + k / 2 * 4 + 2 + k % 2];
-#pragma unroll
-    for (int half = 4; half > 0; half /= 2) {
-      const bool upper = lane & (4 * half);
-#pragma unroll
-      for (int k = 0; k < half; ++k) {
-        const float other = shuffle_xor(upper ? v[k] : v[k + half], 4 * half);
-        v[k] = (upper ? v[k + half] : v[k]) + other;
-      }
-    }
-    const int k = (lane & 16 ? 4 : 0) + (lane & 8 ? 2 : 0) + (lane & 4 ? 1 : 0);
-    add_global(out + 32 * part + k / 2 * 8 + 2 * (lane & 3) + k % 2, v[0] * scale);
-  }
-}
-
 // The counter's base for a lane: rows 16 (4 i + warp) + lane / 4, columns 64 j + 2 (lane % 4) of a (T, T) square.
 RL_D u32 dropout_base(int i, int j, int warp, int lane, int tiles) {
   return static_cast<u32>(((i * 4 + warp) * tiles + j * 4) * 64 + (lane >> 2) * 8 + 2 * (lane & 3));

@@ -68,4 +68,17 @@ RL_D int unit_in(int round) {
   return round * static_cast<int>(gridDim.x) + turn;
 }
 
+// Where a warp leaves its share of the column sums of a joint gradient [dQ | dK | dV] of `width` columns, a row for each
+// warp that computes: zeroed here in the columns from `first` to `last`, and so are rows that belong to nobody.
+template <typename Place>
+RL_D float* start_column_sums(float* sums, const Place& p, int rows, int width, int first, int last) {
+  const int own = (static_cast<int>(blockIdx.x) * GROUPS + p.group) * 4 + p.warp, all = static_cast<int>(gridDim.x) * GROUPS * 4;
+#pragma unroll 1
+  for (int row = own; row < rows; row += all)
+#pragma unroll 1
+    for (int x = first + p.lane; x < last; x += WARP) sums[static_cast<i64>(row) * width + x] = 0.f;
+  sync_warp();
+  return sums + static_cast<i64>(own) * width;
+}
+
 }  // namespace rl

@@ -7,8 +7,8 @@ namespace rl {
 struct Arguments {
   const TensorMap *q, *k, *v, *d_o, *stats;
   u16 *dk, *dv;
-  float *dk_parts, *dv_parts;
-  int T, blocks, heads, heads_per_part, parts, units, kv_pitch;  // parts: of the heads that share keys
+  float *dk_parts, *dv_parts, *column_sums;
+  int T, blocks, heads, heads_per_part, parts, units, kv_pitch, sum_rows;  // parts: of the heads that share keys
   float scale;
 };
 using Here = Place<2, true>;
@@ -99,6 +99,10 @@ RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int j, con
 
 RL_D void run(const Arguments& a, const Here& p) {
   const float scale = a.scale * LOG2_E;
+#if RL_COLUMN_SUMS
+  const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
+  float* sums = start_column_sums(a.column_sums, p, a.sum_rows, width, a.heads * D, width) + a.heads * D;
+#endif
   QueryStream stream;
   if (p.leads()) load_own(a, p, 0);
   if (p.fills()) stream.fill(a, p, AHEAD);
@@ -153,6 +157,10 @@ RL_D void run(const Arguments& a, const Here& p) {
     if (j < a.blocks) {
       p.release(held);
       finish(a, p, unit, j, dk, dv);
+#if RL_COLUMN_SUMS
+      add_column_sums(sums + unit.group * D, dk, a.scale, p.lane);
+      add_column_sums(sums + (groups + unit.group) * D, dv, 1.f, p.lane);
+#endif
     }
   }
 }
@@ -161,14 +169,16 @@ RL_D void run(const Arguments& a, const Here& p) {
 
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D; of the rows' statistics as (B · heads, 256 · ceil(T / 64)) of 16 bits with boxes of 1 × 256.
+// column_sums: (sum_rows, (heads + 2 · groups) · D), the columns of dK and dV.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
     plain_keys(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
-               const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts, float* dv_parts, int T,
-               int heads, int heads_per_part, int parts, int units, int kv_pitch, float scale) {
+               const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts, float* dv_parts,
+               float* column_sums, int T, int heads, int heads_per_part, int parts, int units, int kv_pitch, int sum_rows,
+               float scale) {
   using namespace rl;
-  const Arguments a{&q, &k, &v, &d_o, &stats, dk, dv, dk_parts, dv_parts, T, ceil_div(T, 64), heads, heads_per_part, parts, units,
-                    kv_pitch, scale};
+  const Arguments a{&q, &k, &v, &d_o, &stats, dk, dv, dk_parts, dv_parts, column_sums, T, ceil_div(T, 64), heads, heads_per_part,
+                    parts, units, kv_pitch, sum_rows, scale};
   const Here p;
   p.start();
   run(a, p);

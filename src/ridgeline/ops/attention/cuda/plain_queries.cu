@@ -9,7 +9,8 @@ struct Arguments {
   const float* lse;
   u16* dq;
   float* stats;  // a pair for each row
-  int T, blocks, heads, heads_per_group, units, q_pitch;
+  float* column_sums;
+  int T, blocks, heads, heads_per_group, units, q_pitch, sum_rows;
   float scale;
 };
 using Here = Place<3, false>;
@@ -79,6 +80,10 @@ RL_D void run(const Arguments& a, const Here& p) {
   u32 pairs[16], tile = 0;
   Rows next;
   next.load(a, p, 0);
+#if RL_COLUMN_SUMS
+  const int groups = a.heads / a.heads_per_group;
+  float* sums = start_column_sums(a.column_sums, p, a.sum_rows, (a.heads + 2 * groups) * D, 0, a.heads * D);
+#endif
 #pragma unroll 1
   for (int round = 0; unit_in(round) < a.units; ++round) {
     const Unit unit(a, unit_in(round));
@@ -123,6 +128,9 @@ RL_D void run(const Arguments& a, const Here& p) {
       const int at = 64 * i + 16 * p.warp;
       store_rows(a.dq + (static_cast<i64>(unit.batch) * a.T + at) * a.q_pitch + unit.index * D, a.q_pitch, dq, a.scale, a.scale,
                  a.T - at, p.lane);
+#if RL_COLUMN_SUMS
+      add_column_sums(sums + unit.index * D, dq, a.scale, p.lane);
+#endif
     }
   }
 }
@@ -130,14 +138,16 @@ RL_D void run(const Arguments& a, const Here& p) {
 }  // namespace rl
 
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
-// 1 × 64 × 1 × D. stats: (B, heads, 64 · ceil(T / 64)) pairs.
+// 1 × 64 × 1 × D. stats: (B, heads, 64 · ceil(T / 64)) pairs. column_sums: (sum_rows, (heads + 2 · groups) · D), the columns
+// of dQ.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
     plain_queries(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                   const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
-                  const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats, int T, int heads,
-                  int heads_per_group, int units, int q_pitch, float scale) {
+                  const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats,
+                  float* column_sums, int T, int heads, int heads_per_group, int units, int q_pitch, int sum_rows, float scale) {
   using namespace rl;
-  const Arguments a{&q, &k, &v, &o, &d_o, lse, dq, stats, T, ceil_div(T, 64), heads, heads_per_group, units, q_pitch, scale};
+  const Arguments a{&q, &k, &v, &o, &d_o, lse, dq, stats, column_sums, T, ceil_div(T, 64), heads, heads_per_group, units,
+                    q_pitch, sum_rows, scale};
   const Here p;
   p.start();
   run(a, p);

@@ -69,6 +69,28 @@ RL_D void store_rows(u16* out, int pitch, const float (&d)[D / 2], float scale_l
   }
 }
 
+// out[D] += scale · the sums over the 16 rows of a warp's accumulators. Of 8 values for 32 columns each exchange of halves
+// leaves a lane with half as many, and at last one; nobody else adds to its place.
+RL_D void add_column_sums(float* out, const float (&d)[D / 2], float scale, int lane) {
+#pragma unroll
+  for (int part = 0; part < D / 32; ++part) {
+    float v[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) v[k] = d[16 * part + k / 2 * 4 + k % 2] + d[16 * part + k / 2 * 4 + 2 + k % 2];
+#pragma unroll
+    for (int half = 4; half > 0; half /= 2) {
+      const bool upper = lane & (4 * half);
+#pragma unroll
+      for (int k = 0; k < half; ++k) {
+        const float other = shuffle_xor(upper ? v[k] : v[k + half], 4 * half);
+        v[k] = (upper ? v[k + half] : v[k]) + other;
+      }
+    }
+    const int k = (lane & 16 ? 4 : 0) + (lane & 8 ? 2 : 0) + (lane & 4 ? 1 : 0);
+    add_global(out + 32 * part + k / 2 * 8 + 2 * (lane & 3) + k % 2, v[0] * scale);
+  }
+}
+
 // Of two times eight packed values.
 RL_D float dot_8(uint4 a, uint4 b) {
   return pair_low(a.x) * pair_low(b.x) + pair_high(a.x) * pair_high(b.x) + pair_low(a.y) * pair_low(b.y) +
