@@ -1,11 +1,11 @@
 """Recipes on a card: how soon does which model and optimiser reach a held-out loss on tinyshakespeare?
 
 PYTHONPATH=src python dev/gpu/study_gpu.py SECONDS TEXT TRIAL…
-PYTHONPATH=src python dev/gpu/study_gpu.py SECONDS TEXT all
+PYTHONPATH=src python dev/gpu/study_gpu.py SECONDS TEXT all [games]
 
 Every visible card has four processes; each sets up its next trial (import, compile, capture) while another trains,
 and only one trains at a time, so a trial's seconds are those of a card of its own. A trial is a line of TRIALS, with
-"#N" behind it for seed N. Writes $OUT/study.json after every trial.
+"#N" behind it for seed N; "games" are those on Boxing's demonstrations. Writes $OUT/study.json after every trial.
 """
 
 import dataclasses
@@ -67,15 +67,35 @@ TRIALS = {
 }
 
 
+def boxing(lr=4e-3, steps=2000, batch=128, dropout=0.1, optimizer=MUON, stages=(), **more):
+    decoder = {"layers": 2, "width": 128, "heads": 4, "dropout": dropout, "context": 16}
+    made = trial(decoder, some(optimizer, lr=lr, weight_decay=0.05, **more), batch, steps, stages=stages)
+    return {**made, "preset": "boxing", "context": 16}
+
+
+GAMES = {
+    "boxing": boxing(2e-3, 4000, 32, optimizer=ADAMW),
+    "boxing-muon": boxing(2e-3, 4000, 32),
+    "boxing-muon-128": boxing(),
+    "boxing-adamw-128": boxing(optimizer=ADAMW),
+    "boxing-muon-512": boxing(6e-3, 1000, 512),
+    "boxing-muon-lr8": boxing(8e-3),
+    "boxing-muon-d2": boxing(dropout=0.2),
+    "boxing-adamw-512": boxing(6e-3, 1000, 512, optimizer=ADAMW),
+}
+
+
 def config_of(name, values, text, device):
     from ridgeline.data.api import load_dataset
     from ridgeline.presets import preset
     from ridgeline.train.resolve import resolve
     from ridgeline.train.settings import override
 
+    base = values.get("preset", "gpt2-c256")
+    text = "boxing" if base == "boxing" else text
     data = load_dataset(text)
     config = override(
-        preset("gpt2-c256"),
+        preset(base),
         {
             "model": {"decoder": {"context": 256, **values["decoder"]}},
             "optimizer": values["optimizer"],
@@ -202,9 +222,14 @@ def said(result):
 def main():
     begun = time.time()
     limit, text, asked = float(sys.argv[1]), str(Path(sys.argv[2]).resolve()), sys.argv[3:]
-    names = [t for name in asked for t in (TRIALS if name == "all" else [name])]
+    groups = {"all": TRIALS, "games": GAMES}
+    names = [t for name in asked for t in groups.get(name, [name])]
     import torch
 
+    if any(name.startswith("boxing") for name in names):
+        from ridgeline.cli.data import replay_shipped
+
+        replay_shipped("boxing")
     devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
     out = Path(os.environ.get("OUT", "out"))
     out.mkdir(parents=True, exist_ok=True)
@@ -212,7 +237,7 @@ def main():
     jobs, results = context.Queue(), context.Queue()
     for name in names:
         key, _, seed = name.partition("#")
-        jobs.put((name, {**TRIALS[key], "seed": int(seed or 0), **json.loads(os.environ.get("CHANGE", "{}"))}))
+        jobs.put((name, {**(TRIALS | GAMES)[key], "seed": int(seed or 0), **json.loads(os.environ.get("CHANGE", "{}"))}))
     workers = []
     for device in devices:
         card = context.Lock()

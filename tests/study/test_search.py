@@ -76,11 +76,12 @@ def test_every_choice_of_every_default_space_is_a_model() -> None:
 
 def test_chosen_values_are_those_of_the_config() -> None:
     params = {"layers": 2, "width": 128, "kv_heads": 1, "mlp_ratio": 2, "norm": "rmsnorm", "context": 64, "batch": 8}
-    config = configure(find_config("gpt2-c256"), {**params, "lr": 2e-3}, 60.0)
+    config = configure(find_config("gpt2-c256+stages=[[0.5,64,32]]"), {**params, "lr": 2e-3}, 60.0)
     decoder = config.model.decoder
     assert (decoder.layers, decoder.width, decoder.heads, decoder.kv_heads) == (2, 128, 4, 1)
     assert (decoder.hidden, decoder.norm, decoder.context, config.window.context) == (256, "rmsnorm", 64, 64)
     assert (config.batch, config.optimizer.lr, config.optimizer.floor) == (8, 2e-3, pytest.approx(2e-4))
+    assert config.stages == ()  # those of the base are shares of its steps, and a trial goes by the clock
 
 
 def test_floors_order_candidates_as_their_work_does() -> None:

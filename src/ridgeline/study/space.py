@@ -108,6 +108,7 @@ def configure(base: TrainConfig, params: Mapping[str, Any], seconds: float) -> T
         model=dataclasses.replace(base.model, decoder=chosen),
         window=window,
         batch=int(params["batch"]),
+        stages=(),  # which are shares of a number of steps
         accumulation=math.gcd(base.accumulation, int(params["batch"])),
         optimizer=base.optimizer.at_rate(lr),
         steps=None,
