@@ -50,11 +50,13 @@ def test_trains_as_a_pytorch_loop_does():
             torch.testing.assert_close(tensor, model.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
-def test_made_ready_without_a_step():
+def test_made_ready_without_a_step(caplog):
     """A shape can be captured before its turn: nothing is learned from the batch, and the first step is the first."""
     steps = [strange_step(capture=Recorder()) for _ in range(2)]
     steps[0].prepare(language_batch(0))
+    steps[0].prepare({name: tensor[:1] for name, tensor in language_batch(0).items()})
     assert steps[0].taken == 0
+    assert not caplog.records  # a further shape that was announced is no surprise
     for step in steps:
         step(language_batch(1))
     assert torch.equal(steps[0].flat.masters, steps[1].flat.masters)

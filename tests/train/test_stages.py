@@ -79,6 +79,7 @@ def test_length_is_fixed(config, change):
         ({"stages": ((0.5, 4, 8),), "steps": None, "tokens": 64}, "set steps"),
         ({"stages": ((0.5, 4, 8), (0.5, 4, 8))}, "must rise"),
         ({"stages": ((1.0, 4, 8),)}, "must rise"),
+        ({"stages": tuple((n / 9, 4, 8) for n in range(1, 9))}, "at most 7 stages"),
         ({"stages": ((0.5, 4, 32),)}, "context from 1 to 16"),
         ({"stages": ((0.5, 0, 8),)}, "needs a batch"),
         ({"stages": ((0.5, 3, 8),), "accumulation": 2}, "accumulation=2 divides"),

@@ -179,18 +179,18 @@ class TrainStep:
 
     def prepare(self, batch: Any) -> None:
         """Makes ready, captured where steps are, what a batch like this one takes, and changes no state."""
-        self._prepared(batch)
+        self._prepared(batch, expected=True)
 
-    def _prepared(self, batch: Any) -> tuple[_Prepared, list[Tensor]]:
+    def _prepared(self, batch: Any, *, expected: bool = False) -> tuple[_Prepared, list[Tensor]]:
         source = batch if isinstance(batch, Source) else None
         leaves, spec = tensors_of(batch if source is None else dict(source.tensors))
         key = (signature(leaves, spec), self.model.training, source)
         if key not in self._shapes:
-            self._shapes[key] = self._prepare(leaves, spec, source)
+            self._shapes[key] = self._prepare(leaves, spec, source, expected=expected)
         return self._shapes[key], leaves
 
-    def _prepare(self, leaves: list[Tensor], spec: Any, source: Source | None) -> _Prepared:
-        """Static buffers and program for a new batch shape."""
+    def _prepare(self, leaves: list[Tensor], spec: Any, source: Source | None, *, expected: bool) -> _Prepared:
+        """Static buffers and program for a new batch shape; a loop that did not expect a further one is told."""
         shapes = ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
         if len(leaves[0]) % self.cut.pieces:
             raise ConfigError(
@@ -199,7 +199,7 @@ class TrainStep:
             )
         if len(self._shapes) == MAX_SHAPES:
             raise ConfigError(f"more than {MAX_SHAPES} batch shapes ({shapes} is new); pad batches to fewer shapes")
-        if self._shapes:
+        if self._shapes and not expected:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
         self.flat.check_views()
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ridgeline.data.window import WindowSpec
 from ridgeline.engine.precision import PRECISIONS
+from ridgeline.engine.step import MAX_SHAPES
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models import ModelConfig
 from ridgeline.models.rungs import RUNGS, Rung, find_rung, is_rung
@@ -159,6 +160,8 @@ class TrainConfig:
     def _check_stages(self, longest: int) -> None:
         if self.stages and self.steps is None:
             raise ConfigError("stages are shares of a number of steps; set steps, or leave the stages out")
+        if len(self.stages) >= MAX_SHAPES:
+            raise ConfigError(f"a run has at most {MAX_SHAPES - 1} stages before the last, got {len(self.stages)}")
         shares = [0.0, *(share for share, _, _ in self.stages), 1.0]
         if any(one >= other for one, other in itertools.pairwise(shares)):
             raise ConfigError(f"the shares of stages must rise between 0 and 1, got {shares[1:-1]}")
