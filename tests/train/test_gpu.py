@@ -42,10 +42,9 @@ def test_every_engine_learns_as_eager_does(on_card, engine):
 def test_a_run_goes_on_from_its_checkpoint(on_card, engine):
     config = override(on_card, {"engine": engine})
     train(config)
-    first = train(override(config, {"minutes": 0.0005, "out": "half"})).progress.step
-    assert first < 30
+    train(override(config, {"steps": 10, "out": "half"}))
     resume("half", override(config, {"out": "half"}))
-    assert (losses("half")[first:].mean() - losses("run")[first:].mean()).abs() < 0.2
+    assert (losses("half")[10:].mean() - losses("run")[10:].mean()).abs() < 0.2
 
 
 def test_auto_is_best_and_says_what_it_does(on_card):
@@ -66,6 +65,17 @@ def test_batches_drawn_on_the_card_train_as_those_of_the_host(on_card, monkeypat
     monkeypatch.setattr("ridgeline.train.engines.fits", lambda batches, device: False)
     train(override(on_card, {"out": "host"}), console=Console(file=said, width=400))
     assert "batches from the host" in said.getvalue()
+    assert torch.equal(losses("run"), losses("host"))
+
+
+def test_stages_on_the_card_are_those_of_the_host(on_card, monkeypatch):
+    """A graph a stage, each with windows of its own, the same that the host would bring."""
+    staged = override(on_card, {"stages": [[0.3, 16, 16], [0.6, 4, 32]], "lanes": 1})
+    result = train(staged)
+    assert result.progress.tokens == 9 * 16 * 16 + 9 * 4 * 32 + 12 * 8 * 64
+    with monkeypatch.context() as patched:
+        patched.setattr("ridgeline.train.engines.fits", lambda batches, device: False)
+        train(override(staged, {"out": "host"}))
     assert torch.equal(losses("run"), losses("host"))
 
 
