@@ -1,5 +1,5 @@
 """Short-window attention on the GPU: builds in parallel, checks in subprocesses, times. Writes $OUT/attn.json."""
-import concurrent.futures as cf, json, os, subprocess, sys, time
+import concurrent.futures as cf, json, os, subprocess, sys, time, types
 from pathlib import Path
 
 OUT = Path(os.environ.get("OUT", "/tmp")); ROOT = Path(__file__).resolve().parents[2]
@@ -65,6 +65,7 @@ def short_module(folder=None):
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(folder) / "short.py")
         sys.modules[name] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
+        module.hopper = types.SimpleNamespace(**vars(module.hopper) | {"SOURCES": Path(folder) / "cuda"})
     return sys.modules[name]
 
 class Ours:
