@@ -73,6 +73,13 @@ class Batches:
         self.position += self.batch
         return batch
 
+    def peek(self) -> dict[str, Tensor]:
+        """The next batch, or this process' share of it, which is not used up."""
+        position = self.position
+        batch = self.next()
+        self.position = position
+        return batch
+
     def skip(self) -> None:
         """Passes over the next batch, which has been drawn elsewhere."""
         self.position += self.batch

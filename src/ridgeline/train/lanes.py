@@ -69,10 +69,7 @@ def _measure(config: TrainConfig, batches: Batches) -> dict[int, float]:
         assert isinstance(step, TrainStep)
         return step
 
-    position = batches.position
-    batch = batches.next()
-    batches.position = position
-    return choose_lanes(make, batch, CANDIDATES)
+    return choose_lanes(make, batches.peek(), CANDIDATES)
 
 
 def _file(config: TrainConfig) -> Path:

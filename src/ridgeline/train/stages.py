@@ -107,16 +107,16 @@ class Course:
         return self._now > before
 
     def settle(self, config: TrainConfig, step: Step, done: int) -> None:
-        """Put the data of what is left of a run on the card, where it can lie there, and capture its steps.
+        """Put the data of what is left of a run on the card, where it can lie there, and make the step ready for it.
 
         Args:
             config: of the run.
-            step: which draws the batches.
+            step: which learns from the batches.
             done: steps that the run has taken.
         """
-        if self.batches.position != done * self.batches.batch:
-            return  # the card draws by the number of the step
+        drawn = self.batches.position == done * self.batches.batch  # the card draws by the number of the step
         for index in range(self._now, len(self.stages)):
-            resident = self._residents[index] = resident_batches(config, step, self._batches[index])
-            if resident is not None and isinstance(step, TrainStep):
-                step.prepare(resident)
+            batches = self._batches[index]
+            resident = self._residents[index] = resident_batches(config, step, batches) if drawn else None
+            if isinstance(step, TrainStep):
+                step.prepare(resident or batches.peek())
