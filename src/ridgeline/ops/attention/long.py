@@ -42,11 +42,15 @@ def _square(rows: int, warps: int, stages: int = 2) -> Launch:
     return Launch(rows=rows, columns=rows, warps=warps, stages=stages)
 
 
-def default_launches(D: int, dtype: torch.dtype) -> Launches:
-    """Tiles that keep a program in registers: small ones for fp32, whose products run in ordinary registers."""
+def default_launches(D: int, relative: bool, dtype: torch.dtype) -> Launches:
+    """Tiles that keep a program in registers: small ones for the relative term, which takes an address an element, and
+    for fp32, whose products run in ordinary registers."""
     if dtype == torch.float32:
-        one = _square(16, 4, 1) if D > 64 else _square(32, 4 if D <= 32 else 8, 1)
+        one = _square(16, 4, 1) if relative or D > 64 else _square(32, 4 if D <= 32 else 8, 1)
         return Launches(one, one, one)
+    if relative:
+        small, flat = _square(32, 4), Launch(rows=64, columns=32, warps=4, stages=2)
+        return Launches(small, small, small) if D > 64 else Launches(flat, small, flat)
     if D > 64:
         return Launches(_square(64, 8), _square(64, 8), _square(32, 4))
     # on an H200 at D 32 and 64, T 512 to 2048: four warps and three stages before 8 warps, 32 or 128 rows; dK and dV,
@@ -91,9 +95,7 @@ def _relative_scores(q_BTHD: Tensor, table_RD: Tensor) -> Tensor:
     return r_BTHT
 
 
-def _relative_gradients(
-    dr_BTHT: Tensor, q_BTHD: Tensor, table_RD: Tensor, dq_BTHD: Tensor, d_table_RD: Tensor
-) -> None:
+def _relative_gradients(dr_BTHT: Tensor, q_BTHD: Tensor, table_RD: Tensor, dq_BTHD: Tensor, d_table_RD: Tensor) -> None:
     """Add what comes by way of the relative scores to dQ and to the table's gradient."""
     (B, T, H, D), dr_UNT, q_UND = q_BTHD.shape, _by_head(dr_BTHT), _by_head(q_BTHD)
     dq_UND = dq_BTHD.movedim(2, 0).view(H, B * T, D)
@@ -136,7 +138,7 @@ def forward(
         launches: `default_launches` where none are given.
     """
     _, T, H, D = q_BTHD.shape
-    launch = (launches or default_launches(D, q_BTHD.dtype)).forward
+    launch = (launches or default_launches(D, table_RD is not None, q_BTHD.dtype)).forward
     for part, masks in _parts(q_BTHD, table_RD, drop):
         q, k, v, out = (x[part] for x in (q_BTHD, k_BTGD, v_BTGD, out_BTHD))
         r_BTHT = None if table_RD is None else _relative_scores(q, table_RD)
@@ -173,7 +175,7 @@ def backward(
         d_table_RD: fp32; rows before the last T become zero.
         scale, drop, launches: as in `forward`.
     """
-    launches = launches or default_launches(q_BTHD.shape[3], q_BTHD.dtype)
+    launches = launches or default_launches(q_BTHD.shape[3], table_RD is not None, q_BTHD.dtype)
     if d_table_RD is not None:
         d_table_RD.zero_()
     dr_BTHT = None

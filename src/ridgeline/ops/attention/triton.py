@@ -67,10 +67,22 @@ def _store_rows(pointer, value, first, stride, limit, ROWS: tl.constexpr, D: tl.
 
 
 @triton.jit
-def _relative(r_ptr, i, j, r_t, T):
-    """The relative part of unscaled scores, for query numbers `i` and key numbers `j` of one broadcast shape."""
-    seen = (j <= i) & (i < T)
-    return tl.load(r_ptr + i.to(tl.int64) * r_t + (T - 1 - i + j), mask=seen, other=0.0).to(tl.float32)
+def _relative_tile(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL: tl.constexpr):
+    """Pointers and mask of the relative scores of queries i_0 + `r` and keys j_0 + `c`, of one broadcast shape.
+
+    What of an address is the same in the whole tile is added first, in 64 bits; the rest takes 32.
+    """
+    seen = i_0 + r < T
+    if DIAGONAL:
+        seen &= j_0 + c <= i_0 + r
+    return r_ptr + (tl.cast(i_0, tl.int64) * (r_t - 1) + (T - 1) + j_0) + (r * (r_t - 1) + c), seen
+
+
+@triton.jit
+def _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL: tl.constexpr):
+    """The relative part of a tile's unscaled scores."""
+    place, seen = _relative_tile(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
+    return tl.load(place, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -79,14 +91,13 @@ def _sum_weights(
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Running maximum (scaled, to base 2) and sum of the weights of the keys from `first` to `last`."""
-    i = i_0 + tl.arange(0, QUERIES)
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     for j_0 in range(first, last, KEYS):
-        j = j_0 + tl.arange(0, KEYS)
         s = _dot(q, tl.trans(_tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)))
         if r_ptr is not None:
-            s += _relative(r_ptr, i[:, None], j[None, :], r_t, T)
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
         if DIAGONAL:
-            s = tl.where(j[None, :] <= i[:, None], s, -1e30)
+            s = tl.where(j_0 + c <= i_0 + r, s, -1e30)
         highest = tl.maximum(maximum, tl.max(s, 1) * to_log2)
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(s * to_log2 - highest[:, None]), 1)
         maximum = highest
@@ -100,16 +111,15 @@ def _attend(
     DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """The values of the keys from `first` to `last`, weighted and added; with one sweep also maximum and sum."""
-    i = i_0 + tl.arange(0, QUERIES)
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     for j_0 in range(first, last, KEYS):
-        j = j_0 + tl.arange(0, KEYS)
         k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
         v = _tile(v_ptr, j_0, v_t, T, KEYS, D, DIAGONAL)
         s = _dot(q, tl.trans(k))
         if r_ptr is not None:
-            s += _relative(r_ptr, i[:, None], j[None, :], r_t, T)
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
         if DIAGONAL:
-            s = tl.where(j[None, :] <= i[:, None], s, -1e30)
+            s = tl.where(j_0 + c <= i_0 + r, s, -1e30)
         if SWEEPS == 1:
             highest = tl.maximum(maximum, tl.max(s, 1) * to_log2)
             factor = tl.exp2(maximum - highest)
@@ -120,7 +130,7 @@ def _attend(
         else:
             p = tl.exp2(s * to_log2 - maximum[:, None])
         if THRESHOLD > 0:
-            p = tl.where(_keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD), p, 0.0)
+            p = tl.where(_keep(key_0, key_1, i_0 + r, j_0 + c, (T + 15) // 16, THRESHOLD), p, 0.0)
         out += _dot(p.to(v.dtype), v)
     return out, maximum, total
 
@@ -176,26 +186,25 @@ def _add_to_queries(
     D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """dQ of the keys from `first` to `last`, added, without what comes by way of the relative term."""
-    i = (i_0 + tl.arange(0, QUERIES))[:, None]
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     for j_0 in range(first, last, KEYS):
-        j = (j_0 + tl.arange(0, KEYS))[None, :]
         k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
         v = _tile(v_ptr, j_0, v_t, T, KEYS, D, DIAGONAL)
         s = _dot(q, tl.trans(k))
         if r_ptr is not None:
-            s += _relative(r_ptr, i, j, r_t, T)
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
         p = tl.exp2(s * to_log2 - lse[:, None])
         if DIAGONAL:
-            p = tl.where(j <= i, p, 0.0)
+            p = tl.where(j_0 + c <= i_0 + r, p, 0.0)
         dp = _dot(d_out, tl.trans(v))
         if THRESHOLD > 0:
-            keep = _keep(key_0, key_1, i, j, (T + 15) // 16, THRESHOLD)
+            keep = _keep(key_0, key_1, i_0 + r, j_0 + c, (T + 15) // 16, THRESHOLD)
             dp = tl.where(keep, dp * kept, 0.0)
         ds = p * (dp - delta[:, None])
         dq += _dot(ds.to(k.dtype), k)
         if dr_ptr is not None:
-            place = i.to(tl.int64) * r_t + (T - 1 - i + j)
-            tl.store(dr_ptr + place, (ds * scale).to(dr_ptr.dtype.element_ty), mask=(j <= i) & (i < T))
+            place, seen = _relative_tile(dr_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
+            tl.store(place, (ds * scale).to(dr_ptr.dtype.element_ty), mask=seen)
     return dq
 
 
@@ -206,7 +215,7 @@ def query_gradient_kernel(
     q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, r_b, r_t, r_h, o_b, o_t, o_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
     SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head, and its delta; dR, in the layout of r, which is left as it is elsewhere."""
+    """dQ of one block of queries of one head, and its delta; dR as r lies, nothing elsewhere."""
     i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     unit = tl.program_id(1)
     b, h = (unit // H).to(tl.int64), unit % H
@@ -247,7 +256,7 @@ def _add_to_keys(
     D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the queries from `first` to `last` of one head, added. Queries from T on are zero."""
-    j = j_0 + tl.arange(0, KEYS)
+    r, c = tl.arange(0, QUERIES)[None, :], tl.arange(0, KEYS)[:, None]
     for i_0 in range(first, last, QUERIES):
         i = i_0 + tl.arange(0, QUERIES)
         q = _tile(q_ptr, i_0, q_t, T, QUERIES, D, True)
@@ -256,14 +265,14 @@ def _add_to_keys(
         delta = tl.load(delta_ptr + i, mask=i < T, other=0.0)
         s = _dot(k, tl.trans(q))
         if r_ptr is not None:
-            s += _relative(r_ptr, i[None, :], j[:, None], r_t, T)
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
         p = tl.exp2(s * to_log2 - lse[None, :])
         if DIAGONAL:
-            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
+            p = tl.where(j_0 + c <= i_0 + r, p, 0.0)
         dp = _dot(v, tl.trans(d_out))
         kept_p = p
         if THRESHOLD > 0:
-            keep = _keep(key_0, key_1, i[None, :], j[:, None], (T + 15) // 16, THRESHOLD)
+            keep = _keep(key_0, key_1, i_0 + r, j_0 + c, (T + 15) // 16, THRESHOLD)
             dp = tl.where(keep, dp * kept, 0.0)
             kept_p = tl.where(keep, p * kept, 0.0)
         dv += _dot(kept_p.to(d_out.dtype), d_out)
@@ -275,7 +284,8 @@ def _add_to_keys(
 def key_gradient_kernel(
     q_ptr, k_ptr, v_ptr, r_ptr, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seed_step_ptr, site, sample_offset,
     scale, kept, T, H,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, r_b, r_t, r_h, do_b, do_t, do_h, part, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, r_b, r_t, r_h, do_b, do_t, do_h, part, dk_b, dk_t, dk_h,
+    dv_b, dv_t, dv_h,
     SHARE: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
