@@ -29,6 +29,13 @@ def _rows(batch: dict[str, Tensor], name: str, wanted: bool) -> Tensor | None:
     return batch[name].flatten(0, 1).contiguous() if wanted else None
 
 
+def _joint_heads(config: PolicyConfig, heads: list[HeadWeights], state_NC: Tensor) -> str | None:
+    """The fastest implementation that takes all heads at once, or None."""
+    shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
+    places = (config.decoder.width, shapes, state_NC.device, state_NC.dtype)
+    return next((impl for impl in ("cuda", "triton") if unsupported(impl, *places) is None), None)
+
+
 def policy_losses(
     model: ControllerPolicy, batch: dict[str, Tensor], dropout: DropoutState | None, eps: float
 ) -> dict[str, Tensor]:
@@ -47,9 +54,9 @@ def policy_losses(
     state_NC = model.decoder(x_NC.view(*batch["targets"].shape[:2], -1), dropout).flatten(0, 1)
     heads = [HeadWeights(*model.heads[head.name].parameters()) for head in config.heads]  # in the order of the fields
     targets_NK = batch["targets"].flatten(0, 1)
-    classes = [head.classes for head in config.heads]
-    if config.conditioning == "logits" and unsupported(config.decoder.width, classes) is None:
-        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl="triton")
+    impl = _joint_heads(config, heads, state_NC) if config.conditioning == "logits" else None
+    if impl is not None:
+        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl=impl)
     else:
         losses_K = sequential.heads_losses(
             state_NC, [sequential.HeadWeights(*head) for head in heads], targets_NK,

@@ -1,7 +1,8 @@
 // The epilogues of the Hopper GEMM: what a consumer warp does with its share of a finished tile.
 #pragma once
-#include "gelu.cuh"
 #include "gemm_layout.cuh"
+
+#include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
 
 // ---- epilogues, one panel (16 rows × 64 columns) a warp at a time; thread (row l / 4 + 8 h, columns 8 j + 2 (l % 4) + e)

@@ -13,8 +13,9 @@
 //             3 D = acc · C, with column sums of D
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
 //   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
-#include "gelu.cuh"
 #include "stationary_layout.cuh"
+
+#include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
 
 // B of each warpgroup, then the segment's rows of A, all through one ring.

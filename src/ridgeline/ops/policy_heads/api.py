@@ -2,6 +2,7 @@
 
 reference   plain torch (reference.py)
 triton      one product for all heads, a kernel a head that goes forward and back, products for the gradients
+cuda        the same on Hopper, with what is a head's alone summed in its kernel; without a gradient Triton's kernel
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops.policy_heads.layout import layout
 from ridgeline.ops.policy_heads.reference import HeadWeights, policy_heads_reference
 
-IMPLEMENTATIONS = ("reference", "triton")
+IMPLEMENTATIONS = ("reference", "triton", "cuda")
 MAX_WIDTH = 4096  # state and earlier logits: a tile holds whole rows of a weight in registers
 MAX_CLASSES = 128  # of a head, and of all heads that are heard: a tile holds a row's logits
 
@@ -35,7 +37,7 @@ def policy_heads(
         heads: K heads' weights in x's dtype; head k takes C + (classes of the heads before it) numbers.
         targets_NK: classes of any integer dtype; −100 does not count. For "triton" one out of range gives NaN.
         eps: of the norms.
-        impl: "reference" or "triton".
+        impl: "reference", "triton" or "cuda" (Hopper; see `unsupported`).
 
     Returns:
         (K,) mean losses in nats, fp32; NaN where no target counts.
@@ -47,24 +49,34 @@ def policy_heads(
     _check(x_NC, heads, targets_NK)
     if impl == "reference":
         return policy_heads_reference(x_NC, heads, targets_NK, eps=eps)
-    reason = unsupported(x_NC.shape[1], [head.down_VH.shape[0] for head in heads])
+    shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
+    reason = unsupported(impl, x_NC.shape[1], shapes, x_NC.device, x_NC.dtype)
     if reason is not None:
         raise UnsupportedError(reason)
     check_storage(**{f"heads[{i}].{name}": w for i, head in enumerate(heads) for name, w in head._asdict().items()})
     from ridgeline.ops.policy_heads.function import PolicyHeads  # imports Triton
 
-    return PolicyHeads.apply(x_NC, targets_NK.contiguous(), eps, *(weight for head in heads for weight in head))
+    return PolicyHeads.apply(
+        x_NC, targets_NK.contiguous(), eps, impl == "cuda", *(weight for head in heads for weight in head)
+    )
 
 
-def unsupported(width: int, classes: Sequence[int]) -> str | None:
-    """Why "triton" cannot serve heads of these classes on a state of this width, or None."""
+def unsupported(
+    impl: str, width: int, shapes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
+) -> str | None:
+    """Why "triton" or "cuda" cannot serve heads of these (inner width, classes) on a state of this width, or None."""
+    classes = [count for _, count in shapes]
     if width % 8:
-        return f"impl='triton' takes a state whose width is a multiple of 8, got {width}"
+        return f"impl={impl!r} takes a state whose width is a multiple of 8, got {width}"
     if width + sum(classes[:-1]) > MAX_WIDTH:
-        return f"impl='triton' takes at most {MAX_WIDTH} inputs of a head, got {width + sum(classes[:-1])}"
+        return f"impl={impl!r} takes at most {MAX_WIDTH} inputs of a head, got {width + sum(classes[:-1])}"
     if max(*classes, sum(classes[:-1])) > MAX_CLASSES:
-        return f"impl='triton' takes at most {MAX_CLASSES} classes of a head and of all but the last, got {classes}"
-    return None
+        return f"impl={impl!r} takes at most {MAX_CLASSES} classes of a head and of all but the last, got {classes}"
+    if impl != "cuda":
+        return None
+    from ridgeline.ops.policy_heads import hopper  # imports Triton
+
+    return hopper.unsupported(layout(width, tuple(shapes)), device, dtype)
 
 
 def _check(x_NC: Tensor, heads: Sequence[HeadWeights], targets_NK: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ridgeline.ops.policy_heads import launch
+from ridgeline.ops.policy_heads import hopper, launch
 from ridgeline.ops.policy_heads.reference import HeadWeights
 from ridgeline.ops.sink import GradientSink, sink_of
 
@@ -20,15 +20,21 @@ def _heads(flat: tuple[Tensor, ...]) -> list[HeadWeights]:
 
 
 class PolicyHeads(torch.autograd.Function):
-    """Losses (K,) of x (N, C), targets (N, K), the norms' eps and the heads' weights, one head after the other."""
+    """Losses (K,) of x (N, C), targets (N, K), the norms' eps and the heads' weights, one head after the other.
+
+    `cuda`: what a backward pass follows goes through the Hopper kernel.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x_NC: Tensor, targets_NK: Tensor, eps: float, *flat: Tensor) -> Tensor:
+    def forward(ctx: Any, x_NC: Tensor, targets_NK: Tensor, eps: float, cuda: bool, *flat: Tensor) -> Tensor:
         heads, x_NC = _heads(flat), x_NC.contiguous()
         plan = launch.layout_of(heads)
         packed = launch.pack(plan, heads)
         gradient = any(ctx.needs_input_grad)
-        passed = launch.forward(plan, packed, heads, x_NC, targets_NK, eps=eps, gradient=gradient)
+        if cuda and gradient:
+            passed = hopper.forward(plan, packed, heads, x_NC, targets_NK, eps=eps)
+        else:
+            passed = launch.forward(plan, packed, heads, x_NC, targets_NK, eps=eps, gradient=gradient)
         ctx.plan, ctx.packed, ctx.passed, ctx.x_NC, ctx.flat = plan, packed, passed, x_NC, flat
         return launch.losses(plan, passed)
 
@@ -37,16 +43,20 @@ class PolicyHeads(torch.autograd.Function):
     def backward(ctx: Any, dlosses_K: Tensor) -> tuple[Tensor | None, ...]:
         plan, passed, x_NC = ctx.plan, ctx.passed, ctx.x_NC
         dx_NC, factors = launch.state_gradient(plan, ctx.packed, passed, x_NC, dlosses_K.contiguous())
-        multiplied = launch.products(passed, x_NC)
+        state_WC = launch.product(passed.q_NW, x_NC)
+        if isinstance(passed.rest, Tensor):
+            products = hopper.narrow_products(plan, passed.rest)
+        else:
+            products = launch.head_products(plan, passed.q_NW, passed.rest)
         gradients: list[Tensor | None] = []
-        for place, head in zip(plan.heads, _heads(ctx.flat), strict=True):
+        for place, head, mine in zip(plan.heads, _heads(ctx.flat), products, strict=True):
             sinks = [sink for sink in map(sink_of, head) if sink is not None]
             targets, add, own = _targets(head, sinks)
-            launch.weight_gradients(plan, place, head, multiplied, passed.sums, factors, targets, add=add)
+            launch.weight_gradients(plan, place, head, state_WC, mine, passed.sums, factors, targets, add=add)
             for sink in [] if own else sinks:
                 sink.finished()
             gradients += targets if own else [None] * FIELDS
-        return dx_NC, None, None, *gradients
+        return dx_NC, None, None, None, *gradients
 
 
 def _targets(head: HeadWeights, sinks: list[GradientSink]) -> tuple[HeadWeights, bool, bool]:

@@ -42,19 +42,42 @@ class Passed(NamedTuple):
 
     Attributes:
         q_NW: r du of every head, for the sum of each head's losses.
-        a_NW: activations.
-        side_NX: the logits that are heard, and two statistics a head.
-        dl_NV: gradients of the logits.
         rows_K2N: α and β of every head; fp32.
         sums: sums over rows, as `Layout.sums`; fp32.
+        rest: what each head's products are made of, or those of all heads already summed over rows (hopper.py).
     """
 
     q_NW: Tensor
+    rows_K2N: Tensor
+    sums: Tensor
+    rest: Operands | Tensor
+
+
+class Operands(NamedTuple):
+    """What the products of single heads are made of.
+
+    Attributes:
+        a_NW: activations.
+        side_NX: the logits that are heard, and two statistics a head.
+        dl_NV: gradients of the logits.
+    """
+
     a_NW: Tensor
     side_NX: Tensor
     dl_NV: Tensor
-    rows_K2N: Tensor
-    sums: Tensor
+
+
+class HeadProducts(NamedTuple):
+    """Products over all rows that one head's weight gradients need; fp32, rows or columns may be strided.
+
+    Attributes:
+        side_HX: qᵀ [earlier logits …, and from column `statistics_at` on row mean, 1 / row scale].
+        down_VH: dlᵀ a.
+    """
+
+    side_HX: Tensor
+    statistics_at: int
+    down_VH: Tensor
 
 
 def layout_of(heads: Sequence[HeadWeights]) -> Layout:
@@ -135,7 +158,7 @@ def forward(
         )  # fmt: skip
     written = slice(0 if gradient else plan.classes, None)
     column_sums_raw(partials[:, written], sums[written], accumulate=False)
-    return Passed(p_NW, a_NW, side_NX, dl_NV, rows_K2N, sums)
+    return Passed(p_NW, rows_K2N, sums, Operands(a_NW, side_NX, dl_NV))
 
 
 def losses(plan: Layout, passed: Passed) -> Tensor:
@@ -172,31 +195,48 @@ def _head_of(plan: Layout, device: torch.device) -> Tensor:
     return torch.arange(len(plan.heads), dtype=torch.int32).repeat_interleave(counts).to(device)
 
 
-def products(passed: Passed, x_NC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """qᵀ x (W, C), qᵀ side (W, X) and dlᵀ a (V, W); fp32."""
-    pairs = ((passed.q_NW, x_NC), (passed.q_NW, passed.side_NX), (passed.dl_NV, passed.a_NW))
-    out = tuple(x_NC.new_empty(left.shape[1], right.shape[1], dtype=torch.float32) for left, right in pairs)
-    for (left, right), target in zip(pairs, out, strict=True):
-        weight_gradient_raw(left, right, target, accumulate=False)
-    return out[0], out[1], out[2]
+def product(left_NM: Tensor, right_NK: Tensor) -> Tensor:
+    """leftᵀ right (M, K), fp32."""
+    out_MK = left_NM.new_empty(left_NM.shape[1], right_NK.shape[1], dtype=torch.float32)
+    weight_gradient_raw(left_NM, right_NK, out_MK, accumulate=False)
+    return out_MK
+
+
+def head_products(plan: Layout, q_NW: Tensor, rest: Operands) -> tuple[HeadProducts, ...]:
+    """The products of single heads, which one product of each kind makes for all."""
+    side_WX, down_VW = product(q_NW, rest.side_NX), product(rest.dl_NV, rest.a_NW)
+    return tuple(
+        HeadProducts(
+            side_WX[place.at :],
+            place.statistics_at,
+            down_VW[place.class_at : place.class_at + place.classes, place.at :],
+        )
+        for place in plan.heads
+    )
 
 
 def weight_gradients(
     plan: Layout,
     place: HeadPlace,
     head: HeadWeights,
-    multiplied: tuple[Tensor, Tensor, Tensor],
+    state_WC: Tensor,
+    products: HeadProducts,
     sums: Tensor,
     factors: Tensor,
     targets: HeadWeights,
     *,
     add: bool,
 ) -> None:
-    """Write or add one head's gradients into `targets`, which have the weights' shapes and any storage dtype."""
+    """Write or add one head's gradients into `targets`, which have the weights' shapes and any storage dtype.
+
+    `state_WC` is qᵀ x of all heads.
+    """
+    side_HX, statistics_at, down_VH = products
     S, block_s, block_i = plan.width + place.earlier, 32, 32
     kernels.weight_gradients_kernel[(grid_rows(S, block_s) + grid_rows(place.inner, block_i),)](
-        *multiplied, sums, factors, head.norm_weight_S, head.norm_bias_S, head.up_HS, *targets,
-        INDEX=place.index, C=plan.width, E=place.earlier, V=place.classes, H=place.inner, W=plan.inner,
-        AT=place.at, CLASS_AT=place.class_at, STATISTICS_AT=place.statistics_at, SIDE=plan.side, ADD=add,
+        state_WC, side_HX, down_VH, sums, factors, head.norm_weight_S, head.norm_bias_S, head.up_HS, *targets,
+        INDEX=place.index, C=plan.width, E=place.earlier, V=place.classes, H=place.inner, AT=place.at,
+        CLASS_AT=place.class_at, STATISTICS_AT=statistics_at, SIDE=side_HX.stride(0), DOWN_V=down_VH.stride(0),
+        DOWN_H=down_VH.stride(1), ADD=add,
         BLOCK_I=block_i, BLOCK_S=block_s, BLOCK_V=place.block_v, num_warps=4,
     )  # fmt: skip

@@ -255,11 +255,12 @@ def weight_gradients_kernel(
     product_ptr, side_product_ptr, down_product_ptr, sums_ptr, factors_ptr,
     norm_weight_ptr, norm_bias_ptr, up_ptr,
     dnorm_weight_ptr, dnorm_bias_ptr, dup_ptr, dup_bias_ptr, ddown_ptr, ddown_bias_ptr,
-    INDEX: tl.constexpr, C: tl.constexpr, E: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    INDEX: tl.constexpr, C: tl.constexpr, E: tl.constexpr, V: tl.constexpr, H: tl.constexpr,
     AT: tl.constexpr, CLASS_AT: tl.constexpr, STATISTICS_AT: tl.constexpr,
-    SIDE: tl.constexpr, ADD: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
+    SIDE: tl.constexpr, DOWN_V: tl.constexpr, DOWN_H: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One head's weight gradients from the products qᵀ x, qᵀ side and dlᵀ a; fp32.
+    """One head's weight gradients from qᵀ x (of all heads), its qᵀ side and its dlᵀ a; fp32.
 
     A program has some columns of W1 and of the norm; those after the last of them have some of W2.
     """
@@ -278,7 +279,7 @@ def weight_gradients_kernel(
             row_I = first + lane_I
             inside_I = row_I < H
             inside_IS = inside_I[:, None] & inside_S[None, :]
-            side_I = side_product_ptr + (AT + row_I) * SIDE
+            side_I = side_product_ptr + row_I * SIDE
             shared_I = tl.load(side_I + STATISTICS_AT, mask=inside_I, other=0.0)
             dbias_I = tl.load(side_I + STATISTICS_AT + 1, mask=inside_I, other=0.0)
             state_IS = product_ptr + (AT + row_I)[:, None] * C + column_S[None, :]
@@ -300,7 +301,7 @@ def weight_gradients_kernel(
         column_I = (program - (S + BLOCK_S - 1) // BLOCK_S) * BLOCK_I + lane_I
         class_V = tl.arange(0, BLOCK_V)
         inside_VI = (class_V < V)[:, None] & (column_I < H)[None, :]
-        source_VI = down_product_ptr + (CLASS_AT + class_V)[:, None] * W + (AT + column_I)[None, :]
+        source_VI = down_product_ptr + class_V[:, None] * DOWN_V + column_I[None, :] * DOWN_H
         ddown_VI = tl.load(source_VI, mask=inside_VI, other=0.0) * factor
         put(ddown_ptr, class_V[:, None] * H + column_I[None, :], ddown_VI, inside_VI, ADD)
         if program == (S + BLOCK_S - 1) // BLOCK_S:

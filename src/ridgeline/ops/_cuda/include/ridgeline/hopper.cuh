@@ -135,8 +135,12 @@ RL_D void wgmma_touch(float (&d)[COUNT]) {
 }
 
 #define RL_REGISTERS_4 "%0, %1, %2, %3"
-#define RL_REGISTERS_16 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define RL_REGISTERS_8 RL_REGISTERS_4 ", %4, %5, %6, %7"
+#define RL_REGISTERS_12 RL_REGISTERS_8 ", %8, %9, %10, %11"
+#define RL_REGISTERS_16 RL_REGISTERS_12 ", %12, %13, %14, %15"
+#define RL_REGISTERS_20 RL_REGISTERS_16 ", %16, %17, %18, %19"
+#define RL_REGISTERS_24 RL_REGISTERS_20 ", %20, %21, %22, %23"
+#define RL_REGISTERS_28 RL_REGISTERS_24 ", %24, %25, %26, %27"
 #define RL_REGISTERS_32 RL_REGISTERS_16 ", " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define RL_REGISTERS_64 RL_REGISTERS_32 ", " \
@@ -148,7 +152,12 @@ RL_D void wgmma_touch(float (&d)[COUNT]) {
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define RL_OUT_4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define RL_OUT_16(d, i) RL_OUT_4(d, i), RL_OUT_4(d, i + 4), RL_OUT_4(d, i + 8), RL_OUT_4(d, i + 12)
+#define RL_OUT_8(d, i) RL_OUT_4(d, i), RL_OUT_4(d, i + 4)
+#define RL_OUT_12(d, i) RL_OUT_8(d, i), RL_OUT_4(d, i + 8)
+#define RL_OUT_16(d, i) RL_OUT_8(d, i), RL_OUT_8(d, i + 8)
+#define RL_OUT_20(d, i) RL_OUT_16(d, i), RL_OUT_4(d, i + 16)
+#define RL_OUT_24(d, i) RL_OUT_16(d, i), RL_OUT_8(d, i + 16)
+#define RL_OUT_28(d, i) RL_OUT_24(d, i), RL_OUT_4(d, i + 24)
 #define RL_OUT_32(d, i) RL_OUT_16(d, i), RL_OUT_16(d, i + 16)
 #define RL_OUT_64(d, i) RL_OUT_32(d, i), RL_OUT_32(d, i + 32)
 #define RL_OUT_128(d, i) RL_OUT_64(d, i), RL_OUT_64(d, i + 64)
@@ -183,8 +192,19 @@ struct WgmmaRegisters;
     }                                                                                                                 \
   };
 RL_WGMMA(8, 4, 4, 5, 6, 7, 8)
+RL_WGMMA(16, 8, 8, 9, 10, 11, 12)
+RL_WGMMA(24, 12, 12, 13, 14, 15, 16)
 RL_WGMMA(32, 16, 16, 17, 18, 19, 20)
+RL_WGMMA_REGISTERS(8, 4, 4, 5, 6, 7, 8, 9, 10)
+RL_WGMMA_REGISTERS(16, 8, 8, 9, 10, 11, 12, 13, 14)
+RL_WGMMA_REGISTERS(24, 12, 12, 13, 14, 15, 16, 17, 18)
 RL_WGMMA_REGISTERS(32, 16, 16, 17, 18, 19, 20, 21, 22)
+RL_WGMMA(40, 20, 20, 21, 22, 23, 24)
+RL_WGMMA_REGISTERS(40, 20, 20, 21, 22, 23, 24, 25, 26)
+RL_WGMMA(48, 24, 24, 25, 26, 27, 28)
+RL_WGMMA_REGISTERS(48, 24, 24, 25, 26, 27, 28, 29, 30)
+RL_WGMMA(56, 28, 28, 29, 30, 31, 32)
+RL_WGMMA_REGISTERS(56, 28, 28, 29, 30, 31, 32, 33, 34)
 RL_WGMMA(64, 32, 32, 33, 34, 35, 36)
 RL_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38)
 RL_WGMMA(128, 64, 64, 65, 66, 67, 68)
