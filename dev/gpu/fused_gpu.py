@@ -23,6 +23,7 @@ from ridgeline.models.fused import stack
 from ridgeline.models.fused.choices import choose
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
+from ridgeline.ops.mlp import kernels as mlp
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 D = DecoderConfig
@@ -45,9 +46,7 @@ ALL = frozenset(("mlp", "out", "qkv"))
 SMALL = {  # name: (early launches, changes to the choices)
     "chosen": (True, {}),
     "late": (False, {}),
-    "side stream": (True, dict(side_stream=True)),
     "mlp apart": (True, dict(rows=frozenset(("out", "qkv")))),
-    "mlp and out apart": (True, dict(rows=frozenset(("qkv",)))),
     "all apart": (True, dict(rows=frozenset())),
     "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
@@ -55,6 +54,7 @@ LARGE = {
     "chosen": (True, {}),
     "late": (False, {}),
     "rows": (True, dict(rows=ALL)),
+    "rows, own weights": (True, dict(rows=ALL, share=1)),
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
     "joins rows": (True, dict(rows=frozenset(("out", "qkv")))),
     "grouped": (True, dict(grouped=True)),
@@ -71,13 +71,17 @@ def variants(name):
 
 @contextlib.contextmanager
 def chosen(early, changes):
-    """The stack with other choices than its own."""
+    """The stack with other choices than its own; "share": how many tiles of whole rows share their weights."""
+    changes, plan = dict(changes), mlp.choose
+    if "share" in changes:
+        share = changes.pop("share")
+        mlp.choose = lambda *a: plan(*a)._replace(share=share)
     stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
     try:
         with early_launches(early):
             yield
     finally:
-        stack.choose = choose
+        stack.choose, mlp.choose = choose, plan
 
 
 def model_of(name, impl, layers=6):
@@ -319,7 +323,7 @@ if __name__ == "__main__":
     end = time.time() + seconds
     trials = [a for a in sys.argv[1:] if a in TRIALS] or list(TRIALS)
     names = [a for a in sys.argv[1:] if a in WORKLOADS] or list(WORKLOADS)
-    checks = [(t, n) for t in trials for n in names if t in ("check", "few") and not n.endswith("-512")]
+    checks = [(t, n) for t in trials for n in names if t == "check" or t == "few" and not n.endswith("-512")]
     running = [(start(*job), *job) for job in checks]  # numerics beside each other
     for job in running:
         tell(*job, end - time.time())

@@ -57,11 +57,11 @@ def rows_map(x: Tensor, rows: int, columns: int = 64) -> Map:
     )  # fmt: skip
 
 
-def owned_map(x: Tensor) -> Map:
+def owned_map(x: Tensor, share: int) -> Map:
     C, K = x.shape
     return Map(
         x.data_ptr(), (ctypes.c_uint64 * 4)(1, K, 8 * K, 2 * K), (ctypes.c_uint32 * 4)(K, 2, 4, 4),
-        (ctypes.c_uint32 * 4)(64, 2, 4, 4), 128, C // 32, 4,
+        (ctypes.c_uint32 * 4)(64, 2, 4, 4), 128, C // 32, 4 // share,
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ class Case:
     late: bool = False
 
     def __str__(self) -> str:
-        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}"
+        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}-{self.config.share}"
 
 
 def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -142,7 +142,7 @@ def run(case: Case, build: Build, pointers: list[Tensor | None], stride: int) ->
     numbers = (ctypes.c_int * 7)(case.N, inner, SITE, threshold, case.N // 2, FIRST_SAMPLE, stride)
     pointers = [*build.lead, *pointers, torch.tensor(SEED_STEP)]
     addresses = (ctypes.c_void_p * len(pointers))(*[None if x is None else x.data_ptr() for x in pointers])
-    cluster = build.config.split
+    cluster = build.config.split * build.config.share
     maps = (Map * len(build.maps))(*build.maps)
     grid = case.clusters * cluster
     fault = loaded.run(maps, addresses, numbers, ctypes.c_float(scale), grid, case.seed, int(case.late), cluster)
@@ -244,6 +244,11 @@ CASES = [
     Case("mlp_backward", 100, 256, 320, Config(2), tanh=True, seed=10, late=True),
     Case("mlp_backward", 300, 128, 128, Config(1), rms=True, bias=False, seed=11, late=True),
     Case("mlp_backward", 200, 128, 256, Config(2), p=0.3, seed=12),
+    Case("project_forward", 200, 256, 72, Config(2, share=2), p=0.3, seed=13, late=True),
+    Case("project_backward", 500, 128, 72, Config(1, share=2), seed=14),
+    Case("mlp_forward", 500, 128, 256, Config(1, share=2), tanh=True, seed=15, late=True),
+    Case("mlp_backward", 200, 128, 256, Config(2, share=2), seed=16, late=True),
+    Case("mlp_backward", 500, 128, 192, Config(1, share=2), seed=17),
 ]  # fmt: skip
 
 
@@ -264,7 +269,7 @@ def check_projection(case: Case, build: Build) -> None:
     x, weight = normal(N, K), normal(*(C, K) if forward else (K, C), scale=K**-0.5)
     product = x.double() @ (weight.double().t() if forward else weight.double())
     build.macros["BACKWARD"] = int(not forward)
-    build.maps = [rows_map(x, 128), owned_map(weight) if forward else rows_map(weight, 64)]
+    build.maps = [rows_map(x, 128), owned_map(weight, build.config.share) if forward else rows_map(weight, 64)]
     (check_join if forward else check_gradient)(case, build, product)
 
 
@@ -276,7 +281,8 @@ def check_mlp(case: Case, build: Build) -> None:
     if case.part == "mlp_forward":
         h, bias, got_a = normal(N, C), normal(F) if case.bias else None, unwritten(N, F)
         a, slope = gelu(case, functional.linear(h.double(), up.double(), None if bias is None else bias.double()))
-        build.maps = [rows_map(h, 64), rows_map(up, 128), owned_map(down), rows_map(got_a, 16, 32)]
+        share = config.share
+        build.maps = [rows_map(h, 64), rows_map(up, 128 // share), owned_map(down, share), rows_map(got_a, 16, 32)]
         build.lead = [bias, kept]
         check_join(case, build, a @ down.double().t())
         close("a", got_a, a)

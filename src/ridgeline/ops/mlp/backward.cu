@@ -51,7 +51,7 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
 
 struct Inner {  // the inner columns: where gelu'(u) comes from and du goes
   const uint4* kept;
-  const TensorMap* du;
+  Outlet du;
   float* sums;  // [tile and warpgroup][column], or null
   int inner, chunks;
 };
@@ -61,10 +61,10 @@ RL_D uint4 load_kept(const uint4* source, int step, bool inside) {
   return inside ? load_stream(source + 128 * step) : uint4{0, 0, 0, 0};
 }
 
-// du = da · gelu'(u), as A fragments, and on its way to memory. `kept` holds the first four steps of what lies at `source`;
+// du = da · gelu'(u), as A fragments. `kept` holds the first four steps of what lies at `source`;
 // each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
 RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
-                        bool inside, const Inner& p, int column, int row, u32 panels, const Place& me) {
+                        bool inside, const Place& me) {
   float sum[8];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
@@ -76,7 +76,6 @@ RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[
       d[2 * k] = da[8 * step + 2 * k] * half_low(slope[k]), d[2 * k + 1] = da[8 * step + 2 * k + 1] * half_high(slope[k]);
       pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
     }
-    send_step(p.du, panels, step, pairs[step], column, row, me);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {  // rows l / 4 and l / 4 + 8
       sum[4 * (step % 2) + e] = d[e] + d[2 + e];
@@ -117,8 +116,9 @@ RL_D void multiply_down(float (&da)[64], u32 rows, Ring& ring, const Place& me) 
   }
 }
 
-// dh += du Wup for 128 of the inner columns.
-RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[8][4], Ring& ring, const Place& me) {
+// dh += du Wup for 128 of the inner columns; du's second half leaves meanwhile.
+RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[8][4], Ring& ring, const Outlet& out, int column, int row,
+                      const Place& me) {
 #pragma unroll
   for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -132,6 +132,7 @@ RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[8][4], Ring& ring
         release(ring, 1, me);
       }
       ring.advance();
+      out.send_between(HALVES * k + half, du, column, row, me);
     }
   wgmma_wait<0>();
 #pragma unroll
@@ -159,14 +160,14 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
 #pragma unroll
       for (int step = 0; step < 4; ++step) kept[step] = load_kept(source, step, row < join.rows);
       begin_turn(me);
-      if (chunk > first) multiply_up(dh, du, ring, me);
+      if (chunk > first) multiply_up(dh, du, ring, p.du, 128 * (chunk - 1), row, me);
       multiply_down(da, rows, ring, me);
       end_turn(me);
       wgmma_wait<0>();
       wgmma_touch(da);
       release(ring, 1, me);
-      differentiate(du, sums, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp, staging,
-                    me);
+      differentiate(du, sums, da, kept, source, row < join.rows, me);
+      p.du.send_first(du, 128 * chunk, row, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
@@ -179,7 +180,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
       ahead.load(join, row + first_row(me), me);
     }
     begin_turn(me);
-    multiply_up(dh, du, ring, me);
+    multiply_up(dh, du, ring, p.du, 128 * (last - 1), row, me);
     end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
@@ -221,8 +222,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, {kept, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
+    consume(join, {kept, {&du, smem + STAGING + me.group * STAGING_BYTES}, du_sums, inner, chunks}, first, last, smem, bar, me);
   }
   sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();
+  end();
 }

@@ -61,8 +61,9 @@ RL_D void multiply_up(float (&u)[64], u32 rows, u32 bias, Ring& ring, const Plac
   }
 }
 
-// z += a Wdownᵀ for 128 of the inner columns.
-RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring, const Place& me) {
+// z += a Wdownᵀ for 128 of the inner columns; a's second half leaves meanwhile.
+RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring, const Outlet& out, int column, int row,
+                        const Place& me) {
 #pragma unroll
   for (int k = 0; k < 2; ++k)
 #pragma unroll
@@ -76,6 +77,7 @@ RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring
         release(ring, 1, me);
       }
       ring.advance();
+      out.send_between(HALVES * k + half, a, column, row, me);
     }
   wgmma_wait<0>();
 #pragma unroll
@@ -85,14 +87,14 @@ RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring
 
 struct Inner {  // where gelu'(u) and gelu(u) go
   uint4* kept;
-  const TensorMap* a;
   int chunks;
+  Outlet a;
 };
 
 RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int first, int last, u32 smem, Barriers bar,
                   const Place& me) {
   Ring ring(smem + RING, bar);
-  const u32 rows = smem + me.group * ROWS_BYTES, panels = smem + STAGING + me.group * PANELS_BYTES;
+  const u32 rows = smem + me.group * ROWS_BYTES;
   if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
@@ -105,23 +107,26 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int fi
     for (int chunk = first; chunk < last; ++chunk) {
       float u[64];
       begin_turn(me);
-      if (chunk > first) multiply_down(z, a, ring, me);
+      if (chunk > first) multiply_down(z, a, ring, p.a, 128 * (chunk - 1), row, me);
       multiply_up(u, rows, smem + BIAS + 256 * chunk, ring, me);
       end_turn(me);
       wgmma_wait<0>();
       wgmma_touch(u);
       release(ring, 1, me);
+      u32 slope[8][4];
 #pragma unroll
-      for (int step = 0; step < 8; ++step) {
-        float* x = u + 8 * step;
-        u32 slope[4];
+      for (int step = 0; step < 8; ++step)
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          slope[k] = activate<GELU_TANH, true>(x[2 * k], x[2 * k + 1]);
-          a[step][k] = pack_pair(x[2 * k], x[2 * k + 1]);
+          float* x = u + 8 * step + 2 * k;
+          slope[step][k] = activate<GELU_TANH, true>(x[0], x[1]);
+          a[step][k] = pack_pair(x[0], x[1]);
         }
-        p.kept[kept_index(row / 64, p.chunks, chunk, step, me.thread())] = {slope[0], slope[1], slope[2], slope[3]};
-        send_step(p.a, panels, step, a[step], 128 * chunk, row + 16 * me.warp, me);
+      p.a.send_first(a, 128 * chunk, row, me);
+#pragma unroll
+      for (int step = 0; step < 8; ++step) {  // now only: the fences above wait for a thread's stores
+        const u32(&s)[4] = slope[step];
+        p.kept[kept_index(row / 64, p.chunks, chunk, step, me.thread())] = {s[0], s[1], s[2], s[3]};
       }
     }
     uint4 ahead[GROUPS];
@@ -132,7 +137,7 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int fi
       load_residual(ahead, join, row + first_row(me), me);
     }
     begin_turn(me);
-    multiply_down(z, a, ring, me);
+    multiply_down(z, a, ring, p.a, 128 * (last - 1), row, me);
     end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
@@ -177,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, first, last, smem, bar, me);
+    consume(join, vectors + 2 * VECTOR_BYTES, {kept, chunks, {&a, smem + STAGING + me.group * PANELS_BYTES}}, first, last, smem, bar, me);
   }
+  end();
 }

@@ -45,10 +45,12 @@ class Config(NamedTuple):
     Attributes:
         split: 2 lets a pair of blocks divide the inner dimension of one tile of 128 rows.
         stages: ring slots of 16 KB; 0 takes as many as fit, up to 12.
+        share: 2 lets two neighbouring tiles fetch the weights once for both; for even numbers of tiles.
     """
 
     split: int = 1
     stages: int = 0
+    share: int = 1
 
 
 class Join(NamedTuple):
@@ -188,10 +190,13 @@ def choose(part: Part, N: int, inner: int) -> Config:
     """The configuration for N rows and F (or K) inner columns on the current device.
 
     Pairs of blocks divide the inner dimension while there are too few tiles to fill the card; measured on an H200 at
-    8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78.
+    8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78. With many
+    tiles, blocks share weights two by two: L2 is what limits.
     """
     few = 2 * tiles(N) <= _processors(torch.cuda.current_device())
-    return Config(split=2 if few and (part.startswith("project") or chunks(inner) > 1) else 1)
+    if few:
+        return Config(split=2 if part.startswith("project") or chunks(inner) > 1 else 1)
+    return Config(share=2 - tiles(N) % 2)
 
 
 def join_macros(join: Join) -> dict[str, int]:
@@ -221,6 +226,7 @@ def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int
     return {
         "WIDTH": width,
         "SPLIT": config.split,
+        "SHARE": config.share,
         "STAGES": config.stages,
         "RL_FP16": int(dtype == torch.float16),
     }
@@ -234,12 +240,12 @@ def _panel_map(x_NF: Tensor) -> bytes:
     return cuda.tensor_map(x_NF, (16, 32), swizzle=64)
 
 
-def _owned_map(weight_CK: Tensor) -> bytes:
+def _owned_map(weight_CK: Tensor, config: Config) -> bytes:
     """Rows in the order in which a lane owns eight neighbouring columns of the result: tile.cuh, fetch_owned_rows."""
     C, K = weight_CK.shape
     pitch = weight_CK.stride(0)
     view = weight_CK.as_strided((C // 32, 4, 4, 2, K), (32 * pitch, 2 * pitch, 8 * pitch, pitch, 1))
-    return cuda.tensor_map(view, (4, 4, 4, 2, 64))
+    return cuda.tensor_map(view, (4 // config.share, 4, 4, 2, 64))
 
 
 def _mask_arguments(masks: Masks | None) -> tuple[Tensor | None, tuple[cuda.Argument, ...]]:
@@ -261,7 +267,10 @@ def _launch(
     patient: bool = True,
 ) -> None:
     kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=patient)
-    programs = min(tiles(N), _processors(torch.cuda.current_device()) // config.split)
+    if tiles(N) % config.share:
+        raise ValueError(f"tiles that share weights must be even in number, got {tiles(N)}")
+    clusters = _processors(torch.cuda.current_device()) // (config.split * config.share)
+    programs = min(tiles(N), clusters * config.share)
     kernel.launch((programs * config.split,), THREADS, size, arguments)
 
 
@@ -289,7 +298,8 @@ def mlp_forward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), _panel_map(a_NF), up_bias_F, join.branch_bias_C,
+        _rows_map(h_NC), _rows_map(up_FC, CHUNK // config.share), _owned_map(down_CF, config), _panel_map(a_NF),
+        up_bias_F, join.branch_bias_C,
         kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
@@ -348,7 +358,7 @@ def project_forward_raw(
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK), join.branch_bias_C, join.residual_NC,
+        _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK, config), join.branch_bias_C, join.residual_NC,
         join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N, join.rstd_N, join.eps, state, N, -(-K // 64),
         *mask,
     )  # fmt: skip

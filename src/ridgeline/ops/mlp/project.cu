@@ -145,4 +145,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         [&](float (&v)[OWN_ROWS][LANE], Residual& ahead, int row, int) { join_forward(join, v, ahead.row, row, me); });
 #endif
   }
+  end();
 }

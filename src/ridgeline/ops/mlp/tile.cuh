@@ -2,13 +2,15 @@
 // weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers.
 //
 // Macros: WIDTH (C: 128 or 256), STAGES (ring slots), SPLIT: with 2, a pair of blocks (a cluster) divides the inner
-// dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows.
+// dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows. SHARE: with 2, two blocks (or
+// pairs) of a cluster work on neighbouring tiles and fetch each slot of the weights once for both; tiles must be even in
+// number.
 #pragma once
 #include "access.cuh"
 #include "layout.cuh"
 
-#if SPLIT == 2
-#define CLUSTER_DIMENSIONS __cluster_dims__(2, 1, 1)
+#if SPLIT * SHARE > 1
+#define CLUSTER_DIMENSIONS __cluster_dims__(SPLIT * SHARE, 1, 1)
 #else
 #define CLUSTER_DIMENSIONS
 #endif
@@ -26,11 +28,12 @@ struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
   int split;              // this block in its pair
   RL_D static Place here() {
-    const int thread = threadIdx.x;
-    return {thread / 128 - 1, thread / 32 % 4, thread % 32, SPLIT == 2 ? static_cast<int>(cluster_rank()) : 0};
+    const int thread = threadIdx.x, rank = SPLIT == 2 ? static_cast<int>(cluster_rank()) : 0;
+    return {thread / 128 - 1, thread / 32 % 4, thread % 32, SHARE == 1 ? rank : rank % SPLIT};
   }
-  RL_D int thread() const { return 32 * warp + lane; }  // in the warpgroup
-  RL_D u32 peer() const { return split ^ 1; }
+  RL_D int thread() const { return 32 * warp + lane; }                            // in the warpgroup
+  RL_D u32 peer() const { return (SHARE == 1 ? split : cluster_rank()) ^ 1; }     // the other block of the pair
+  RL_D static u32 twin() { return cluster_rank() ^ SPLIT; }                       // the one that shares the weights
 };
 
 // The tiles of 128 rows that a block (or pair) works on, one after another.
@@ -56,7 +59,7 @@ struct Barriers {
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full(i), 1);
-      barrier_init(empty(i), 8);
+      barrier_init(empty(i), 8 * SHARE);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(rows_full(i), 1);
@@ -75,7 +78,14 @@ RL_D void begin(Barriers bar) {
   if (threadIdx.x == 0) bar.init();
   sync_block();
   sync_warp();
-  if (SPLIT == 2) cluster_sync();
+  if (SPLIT * SHARE > 1) cluster_sync();
+}
+// The kernel's end: no block leaves while its twin may still send to it.
+RL_D void end() {
+  if (SHARE == 2) {
+    sync_warp();
+    cluster_sync();
+  }
 }
 // What the kernel before has written may be read. Weights are on their way by then: it is none that writes them.
 RL_D void begin_reading() {
@@ -84,7 +94,7 @@ RL_D void begin_reading() {
 }
 // A tile's rows of a tensor of WIDTH columns, as far as this block of a pair goes, into L2: forward tensors come from memory.
 RL_D void prefetch_rows(const u16* x, int rows, int tile) {
-  const int share = TILE_ROWS / SPLIT, first = tile * TILE_ROWS + (SPLIT == 2 ? static_cast<int>(cluster_rank()) * share : 0);
+  const int share = TILE_ROWS / SPLIT, first = tile * TILE_ROWS + (SPLIT == 2 ? static_cast<int>(cluster_rank()) % 2 * share : 0);
   const int count = rows - first < share ? rows - first : share;
   if (count > 0) prefetch_bytes(x + static_cast<i64>(first) * WIDTH, count * WIDTH * 2);
 }
@@ -120,27 +130,43 @@ RL_D void end_turn(const Place& me) { named_arrive<256>(4 - me.group); }
 // Consumer: the slot `back` places before `ring`'s has been read.
 RL_D void release(const Ring& ring, int back, const Place& me) {
   const int slot = ring.slot >= back ? ring.slot - back : ring.slot - back + STAGES;
-  if (me.lane == 0) barrier_arrive(ring.bar.empty(slot));
+  if (me.lane == 0) {
+    barrier_arrive(ring.bar.empty(slot));
+    if (SHARE == 2) remote_arrive(ring.bar.empty(slot), me.twin());
+  }
 }
 
-// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 rows × 64.
+// With SHARE 2 each of the twins fetches one half of a slot, for both.
+RL_D int own_half() { return SHARE == 2 ? static_cast<int>(cluster_rank()) / SPLIT : 0; }
+RL_D u16 both_twins() { return static_cast<u16>((1 | 1 << SPLIT) << cluster_rank() % SPLIT); }
+
+// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 (SHARE 2: 64) rows × 64.
 RL_D void fetch_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
-  copy_2d(ring.address(), map, k, row, ring.bar.full(ring.slot));
+  const int half = own_half();
+  const u32 place = ring.address() + half * SLOT_BYTES / 2, full = ring.bar.full(ring.slot);
+  if (SHARE == 2) copy_2d_to(place, map, k, row + 64 * half, full, both_twins());
+  else copy_2d(place, map, k, row, full);
   ring.advance();
 }
-// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4, 4, 4, 2, 64].
+// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4 or 2, 4, 4, 2, 64].
 RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
-  copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
+  const int half = own_half();
+  const u32 place = ring.address() + half * SLOT_BYTES / 2, full = ring.bar.full(ring.slot);
+  if (SHARE == 2) copy_5d_to(place, map, k, 0, 0, 0, row / 32 + 2 * half, full, both_twins());
+  else copy_5d(place, map, k, 0, 0, 0, row / 32, full);
   ring.advance();
 }
 // A slot of 64 of K (the weight's rows k …) × 128 columns; the map's box is 64 × 64.
 RL_D void fetch_columns(Ring& ring, const TensorMap* map, int k, int column) {
   ring.begin();
 #pragma unroll
-  for (int panel = 0; panel < 2; ++panel)
-    copy_2d(ring.address() + panel * SLOT_BYTES / 2, map, column + 64 * panel, k, ring.bar.full(ring.slot));
+  for (int panel = 0; panel < 2; ++panel) {
+    const u32 place = ring.address() + panel * SLOT_BYTES / 2, full = ring.bar.full(ring.slot);
+    if (SHARE == 1) copy_2d(place, map, column + 64 * panel, k, full);
+    else if (panel == own_half()) copy_2d_to(place, map, column + 64 * panel, k, full, both_twins());
+  }
   ring.advance();
 }
 
