@@ -88,13 +88,13 @@ def test_plain_launches(shape: tuple[int, ...], parts: int, recorder: Recorder) 
     plain.forward(q, k, v, out, lse, scale=1.0)
     plain.backward(out, q, k, v, out, lse, q, k, v, scale=1.0)
     sums = {"group_gradients"} if parts > 1 else set()
-    assert set(recorder.launches) == {"plain_forward", "plain_queries", "plain_keys"} | sums
+    assert set(recorder.launches) == {f"attention_plain_{name}" for name in ("forward", "queries", "keys")} | sums
     for name, made in recorder.launches.items():
         assert len(made["kinds"]) == len(made["arguments"]), name
         blocks = made["defines"].get("BLOCKS_PER_PROCESSOR", 1)
         assert blocks * (made["smem"] + 1024) <= 228 * 1024
         assert made["grid"][0] <= blocks * PROCESSORS or name == "group_gradients"
-    assert recorder.launches["plain_keys"]["arguments"][13] == parts
+    assert recorder.launches["attention_plain_keys"]["arguments"][13] == parts
 
 
 def test_a_workspace_that_is_too_small_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

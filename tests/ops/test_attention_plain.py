@@ -14,7 +14,7 @@ FORWARD = """#include "plain_forward.cu"
 extern "C" const char* run(const rl::TensorMap* m, rl::u16* o, float* lse, const int* n, float scale, int grid,
                            int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    plain_forward(m[0], m[1], m[2], o, lse, n[0], n[1], n[2], n[3], n[4], scale);
+    attention_plain_forward(m[0], m[1], m[2], o, lse, n[0], n[1], n[2], n[3], n[4], scale);
   });
 }
 """
@@ -22,8 +22,8 @@ QUERIES = """#include "plain_queries.cu"
 extern "C" const char* run(const rl::TensorMap* m, const float* lse, rl::u16* dq, float* stats, float* sums,
                            const int* n, float scale, int grid, int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    plain_queries(m[0], m[1], m[2], m[3], m[4], lse, dq, stats, sums, n[0], n[1], n[2], n[3], n[4], n[5],
-                  scale);
+    attention_plain_queries(m[0], m[1], m[2], m[3], m[4], lse, dq, stats, sums, n[0], n[1], n[2], n[3],
+                            n[4], n[5], scale);
   });
 }
 """
@@ -31,8 +31,8 @@ KEYS = """#include "plain_keys.cu"
 extern "C" const char* run(const rl::TensorMap* m, rl::u16* dk, rl::u16* dv, float* dk_parts, float* dv_parts,
                            float* sums, const int* n, float scale, int grid, int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    plain_keys(m[0], m[1], m[2], m[3], m[4], dk, dv, dk_parts, dv_parts, sums, n[0], n[1], n[2], n[3], n[4], n[5], n[6],
-               scale);
+    attention_plain_keys(m[0], m[1], m[2], m[3], m[4], dk, dv, dk_parts, dv_parts, sums, n[0], n[1], n[2], n[3],
+                         n[4], n[5], n[6], scale);
   });
 }
 """

@@ -91,7 +91,7 @@ def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str, sums: bool = 
         "BLOCKS_PER_PROCESSOR": launch.per_processor, "RL_FP16": int(q_BTHD.dtype == torch.float16),
         "RL_COLUMN_SUMS": int(sums),
     }  # fmt: skip
-    return cuda.load(hopper.SOURCES / f"{name}.cu", defines).kernel(name, kinds, patient=True)
+    return cuda.load(hopper.SOURCES / f"{name}.cu", defines).kernel(f"attention_{name}", kinds, patient=True)
 
 
 def _grid(launch: Launch, units: int, device: torch.device) -> tuple[int]:

@@ -118,9 +118,9 @@ RL_D void run(const Arguments& a, const Here& p) {
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
-    plain_forward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
-                  const __grid_constant__ rl::TensorMap v, rl::u16* o, float* lse, int T, int heads, int heads_per_group,
-                  int units, int o_pitch, float scale) {
+    attention_plain_forward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
+                            const __grid_constant__ rl::TensorMap v, rl::u16* o, float* lse, int T, int heads,
+                            int heads_per_group, int units, int o_pitch, float scale) {
   using namespace rl;
   const Arguments a{&q, &k, &v, o, lse, T, ceil_div(T, 64), heads, heads_per_group, units, o_pitch, scale};
   const Here p;

@@ -171,11 +171,11 @@ RL_D void run(const Arguments& a, const Here& p) {
 // 1 × 64 × 1 × D; of the rows' statistics as (B · heads, 256 · ceil(T / 64)) of 16 bits with boxes of 1 × 256.
 // column_sums: (sum_rows, (heads + 2 · groups) · D), the columns of dK and dV.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
-    plain_keys(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
-               const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
-               const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts, float* dv_parts,
-               float* column_sums, int T, int heads, int heads_per_part, int parts, int units, int kv_pitch, int sum_rows,
-               float scale) {
+    attention_plain_keys(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
+                         const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
+                         const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts,
+                         float* dv_parts, float* column_sums, int T, int heads, int heads_per_part, int parts, int units,
+                         int kv_pitch, int sum_rows, float scale) {
   using namespace rl;
   const Arguments a{&q, &k, &v, &d_o, &stats, dk, dv, dk_parts, dv_parts, column_sums, T, ceil_div(T, 64), heads, heads_per_part,
                     parts, units, kv_pitch, sum_rows, scale};

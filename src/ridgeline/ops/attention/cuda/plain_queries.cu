@@ -141,10 +141,11 @@ RL_D void run(const Arguments& a, const Here& p) {
 // 1 × 64 × 1 × D. stats: (B, heads, 64 · ceil(T / 64)) pairs. column_sums: (sum_rows, (heads + 2 · groups) · D), the columns
 // of dQ.
 extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
-    plain_queries(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
-                  const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
-                  const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats,
-                  float* column_sums, int T, int heads, int heads_per_group, int units, int q_pitch, int sum_rows, float scale) {
+    attention_plain_queries(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
+                            const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
+                            const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats,
+                            float* column_sums, int T, int heads, int heads_per_group, int units, int q_pitch, int sum_rows,
+                            float scale) {
   using namespace rl;
   const Arguments a{&q, &k, &v, &o, &d_o, lse, dq, stats, column_sums, T, ceil_div(T, 64), heads, heads_per_group, units,
                     q_pitch, sum_rows, scale};
