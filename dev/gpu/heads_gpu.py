@@ -1,6 +1,7 @@
-"""Policy ends on a GPU: numerics, then times.  PYTHONPATH=src python3 dev/gpu/heads_gpu.py  (about 45 s; $OUT/heads.json)
+"""Policy ends on a GPU: numerics, then times.
 
-Numerics run in parallel processes (this compiles everything), then times one process after the other."""
+PYTHONPATH=src python3 dev/gpu/heads_gpu.py [seconds]      ($OUT/heads.json; each job in a process of its own)
+"""
 
 import collections
 import dataclasses
@@ -14,25 +15,7 @@ import traceback
 OUT, TMP = os.environ.get("OUT", "/tmp"), "/tmp/heads_out"
 DRY = bool(os.environ.get("DRY"))
 DEV = "cpu" if DRY else "cuda"
-CONFIGS = {
-    f"r{r}w{w}s{s}": (r, w, s)
-    for r, w, s in (
-        (64, 4, 2),
-        (64, 4, 1),
-        (64, 4, 3),
-        (64, 8, 1),
-        (64, 8, 2),
-        (32, 4, 1),
-        (32, 4, 2),
-        (128, 8, 1),
-        (128, 8, 2),
-        (32, 2, 1),
-        (32, 2, 2),
-        (16, 1, 1),
-        (16, 2, 1),
-        (16, 4, 1),
-    )
-}
+IMPLS = ("triton",) if DRY else ("cuda", "triton")
 SHAPES, WIDTH, N = ((256, 9), (260, 37), (279, 6)), 512, 200 if DRY else 131072
 
 
@@ -96,63 +79,25 @@ def grads(fn, x, heads):
 
 
 def check_heads():
-    """The op at real widths against fp64; both head ops beside torch in bf16; run to run equality."""
+    """The op at real widths against fp64, beside torch in bf16; run to run equality."""
     torch = start()
-    from ridgeline.ops import heads as seq
     from ridgeline.ops.policy_heads import policy_heads
 
-    rows = 200 if DRY else 8192 + 37
+    rows = 200 if DRY else 65536 + 37
     x, h, y = problem(rows, torch.float64)
-    low = lambda d: (x.to(d), [type(k)(*(w.to(d) for w in k)) for k in h])
+    low = (x.bfloat16(), [type(k)(*(w.bfloat16() for w in k)) for k in h])
     exact = grads(lambda a, b: policy_heads(a, b, y), x, h)
-    got = grads(lambda a, b: policy_heads(a, b, y, impl="triton"), *low(torch.bfloat16))
-    again = grads(lambda a, b: policy_heads(a, b, y, impl="triton"), *low(torch.bfloat16))
-    torch_ = grads(lambda a, b: policy_heads(a, b, y), *low(torch.bfloat16))
-    other = grads(
-        lambda a, b: seq.heads_losses(a, [seq.HeadWeights(*k) for k in b], y, impl="triton"), *low(torch.bfloat16)
-    )
-    table = {k: [rel(got[k], exact[k]), rel(torch_[k], exact[k]), rel(other[k], exact[k])] for k in exact}
-    same = all(torch.equal(got[k], again[k]) for k in got)
-    ratios = {k: a / max(b, 1e-12) for k, (a, b, _) in table.items()}
-    worst = sorted(ratios, key=lambda k: -ratios[k])[:5]
-    print(
-        "heads vs fp64 (folded / torch bf16 / sequential), worst:",
-        *(f"{k} {table[k][0]:.1e}/{table[k][1]:.1e}/{table[k][2]:.1e}" for k in worst),
-        "| same bits twice:",
-        same,
-    )
-    return {"table": table, "same": same}
-
-
-def check_config(name):
-    """One launch config at a ragged N against the reference in fp64: sums and row results."""
-    torch = start()
-    from ridgeline.ops._triton.support import Launch
-    from ridgeline.ops.policy_heads import launch as L
-    from ridgeline.ops.policy_heads import policy_heads
-
-    r, w, s = CONFIGS[name]
-    rows = 200 if DRY else 4096 + 37
-    x, h, y = problem(rows, torch.bfloat16)
-    exact = grads(lambda a, b: policy_heads(a, b, y), x.double(), [type(k)(*(v.double() for v in k)) for k in h])
-    plan = L.layout_of(h)
-    packed = L.pack(plan, h)
-    passed = L.forward(
-        plan, packed, h, x, y, eps=1e-5, gradient=True, config=Launch(rows=r, warps=w, columns=128, stages=s)
-    )
-    dx, factors = L.state_gradient(plan, packed, passed, x, torch.ones(3, device=DEV))
-    err = {"losses": rel(L.losses(plan, passed), exact["losses"]), "x": rel(dx, exact["x"])}
-    dw = {"ddown": [], "dup": []}
-    prod = L.products(passed, x)
-    for p, k in zip(plan.heads, h):
-        t = type(k)(*(torch.empty_like(v, dtype=torch.float32) for v in k))
-        L.weight_gradients(plan, p, k, prod, passed.sums, factors, t, add=False)
-        dw["dup"].append(rel(t.up_HS, exact[f"{p.index}.up_HS"]))
-        dw["ddown"].append(rel(t.down_VH, exact[f"{p.index}.down_VH"]))
-    err |= {k: max(v) for k, v in dw.items()}
-    ok = err["losses"] < 2e-3 and all(err[k] < 2.5e-2 for k in ("x", "dup", "ddown"))
-    print(f"config {name}: {'ok ' if ok else 'BAD'}", " ".join(f"{k} {v:.1e}" for k, v in err.items()))
-    return {"ok": ok, "err": err}
+    plain = grads(lambda a, b: policy_heads(a, b, y), *low)
+    found = {}
+    for impl in IMPLS:
+        got, again = (grads(lambda a, b: policy_heads(a, b, y, impl=impl), *low) for _ in range(2))
+        table = {k: [rel(got[k], exact[k]), rel(plain[k], exact[k])] for k in exact}
+        same = all(torch.equal(got[k], again[k]) for k in got)
+        worst = sorted(table, key=lambda k: -table[k][0] / max(table[k][1], 1e-12))[:6]
+        lines = (f"{k} {table[k][0]:.1e}/{table[k][1]:.1e}" for k in worst)
+        print(f"heads {impl} vs fp64 (/ torch bf16), worst:", *lines, "| same bits twice:", same, flush=True)
+        found[impl] = {"table": table, "same": same}
+    return found
 
 
 def policy(layers, dtype, impl, B):
@@ -264,29 +209,23 @@ def show(name, r, kernels=14):
         print("    ", *k[1:], k[0])
 
 
-def time_heads(which):
+def time_heads(impl):
     torch = start()
-    from ridgeline.ops import heads as seq
     from ridgeline.ops.policy_heads import policy_heads
+    from ridgeline.ops.sink import ATTRIBUTE
 
     x, h, y = problem(N, torch.bfloat16)
     x.requires_grad_()
     flat = [w.requires_grad_() for k in h for w in k]
     sinks_on(flat)
-    from ridgeline.ops.sink import ATTRIBUTE
 
     def step():
         for w in flat:
             getattr(w, ATTRIBUTE).begin(add=False)
-        losses = (
-            policy_heads(x, h, y, impl="triton")
-            if which == "folded"
-            else seq.heads_losses(x, [seq.HeadWeights(*k) for k in h], y, impl="triton")
-        )
-        torch.autograd.grad(losses.sum(), [x, *flat], allow_unused=True)
+        torch.autograd.grad(policy_heads(x, h, y, impl=impl).sum(), [x, *flat], allow_unused=True)
 
     r = graph_time(step)
-    show(f"heads {which} fwd+bwd", r)
+    show(f"heads {impl} fwd+bwd", r)
     return r
 
 
@@ -322,96 +261,34 @@ def time_input():
     return r
 
 
-def time_configs():
-    torch = start()
-    from ridgeline.ops._triton.support import Launch
-    from ridgeline.ops.policy_heads import launch as L
-
-    x, h, y = problem(N, torch.bfloat16)
-    plan = L.layout_of(h)
-    packed = L.pack(plan, h)
-    rows = {}
-    for name, (r, w, s) in list(CONFIGS.items())[: 1 if DRY else None]:
-        try:
-            t = graph_time(
-                lambda: L.forward(
-                    plan,
-                    packed,
-                    h,
-                    x,
-                    y,
-                    eps=1e-5,
-                    gradient=True,
-                    config=Launch(rows=r, warps=w, columns=128, stages=s),
-                )
-            )
-            heads = [k for k in t["kernels"] if k[0].startswith("head_kernel")]
-            rows[name] = {"ms": t["ms"], "head_kernels_us": sum(k[1] for k in heads)}
-        except Exception as e:
-            rows[name] = {"error": repr(e)[:300]}
-        json.dump(rows, open(f"{TMP}/time_configs.json", "w"))
-    print(
-        "forward (P product, three head kernels, sums) µs / head kernels:",
-        *(
-            f"{k} {v.get('ms', 0) * 1e3:.0f}/{v.get('head_kernels_us', 0):.0f}"
-            if "ms" in v
-            else f"{k} {v['error'][:60]}"
-            for k, v in rows.items()
-        ),
-    )
-    return rows
-
-
 JOBS = {
     "check_heads": check_heads,
     "check_policy": check_policy,
-    "time_configs": time_configs,
-    "time_folded": lambda: time_heads("folded"),
-    "time_sequential": lambda: time_heads("sequential"),
+    **{f"time_{impl}": (lambda impl=impl: time_heads(impl)) for impl in IMPLS},
     "time_input": time_input,
-    **{f"config_{k}": (lambda k=k: check_config(k)) for k in CONFIGS},
 }
 if __name__ == "__main__":
     os.makedirs(TMP, exist_ok=True)
-    if len(sys.argv) > 1:
+    if len(sys.argv) > 1 and sys.argv[1] in JOBS:
         try:
             json.dump(JOBS[sys.argv[1]](), open(f"{TMP}/{sys.argv[1]}.json", "w"))
         except Exception:
             traceback.print_exc()
             sys.exit(1)
-    else:
-        t0, found = time.time(), {}
-        for f in os.listdir(TMP):
-            os.remove(f"{TMP}/{f}")
-        run = lambda j: subprocess.Popen(
-            [sys.executable, __file__, j], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-        def finish(job, p, limit):
-            try:
-                out = p.communicate(timeout=limit)[0]
-            except subprocess.TimeoutExpired:
-                p.kill()
-                out = p.communicate()[0] + "\nTIMEOUT"
-            print(
-                out.strip()[-2400:] if p.returncode == 0 else f"FAILED {job} rc {p.returncode}: {out.strip()[-700:]}",
-                flush=True,
-            )
-            found[job] = (
-                json.load(open(f"{TMP}/{job}.json")) if os.path.exists(f"{TMP}/{job}.json") else {"error": out[-1500:]}
-            )
-
-        checks = [j for j in JOBS if not j.startswith("time")]
-        if DRY:
-            [finish(j, run(j), 300) for j in checks if j in ("check_heads", "check_policy", "config_r64w4s2")]
-        else:
-            procs = {j: run(j) for j in checks}
-            end = time.time() + 40
-            for j, p in procs.items():
-                finish(j, p, max(2, end - time.time()))
-        print(f"checks took {time.time() - t0:.0f} s", flush=True)
-        for j in ("time_folded", "time_input", "time_configs", "time_sequential"):
-            finish(j, run(j), 300 if DRY else 25)
-        found["seconds"] = time.time() - t0
+        sys.exit()
+    end, found = time.time() + float(sys.argv[1] if len(sys.argv) > 1 else 60), {}
+    for job in JOBS:
+        left = min(end - time.time(), 300 if DRY else 20)
+        if left < 3:
+            print(f"{job}: no time left", flush=True)
+            continue
+        try:
+            done = subprocess.run([sys.executable, __file__, job], timeout=left, capture_output=True, text=True)
+            out, code = done.stdout + done.stderr, done.returncode
+        except subprocess.TimeoutExpired as error:
+            out, code = f"{error.stdout} TIMEOUT", 1
+        words = "\n".join(line for line in out.splitlines() if "warn" not in line.lower())
+        print(words[-2200:] if code == 0 else f"FAILED {job}: {words[-900:]}", flush=True)
+        if code == 0:
+            found[job] = json.load(open(f"{TMP}/{job}.json"))
         json.dump(found, open(f"{OUT}/heads.json", "w"))
-        print(f"total {found['seconds']:.0f} s")

@@ -30,10 +30,10 @@ def _rows(batch: dict[str, Tensor], name: str, wanted: bool) -> Tensor | None:
 
 
 def _joint_heads(config: PolicyConfig, heads: list[HeadWeights], state_NC: Tensor) -> str | None:
-    """The fastest implementation that takes all heads at once, or None."""
+    """The implementation that takes all heads at once, or None ("cuda" is not chosen before a card has proven it)."""
     shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
     places = (config.decoder.width, shapes, state_NC.device, state_NC.dtype)
-    return next((impl for impl in ("cuda", "triton") if unsupported(impl, *places) is None), None)
+    return next((impl for impl in ("triton",) if unsupported(impl, *places) is None), None)
 
 
 def policy_losses(
