@@ -103,7 +103,7 @@ def update():
     from ridgeline.presets import preset
 
     result = {}
-    for name in ("gpt2-c256", "hal-20m", "gpt2-124m"):
+    for name in ("gpt2-c256", "hal-20m"):
         calls, kept = {}, []
         for label, impl, muon, streams in (
             ("adamw torch", "torch", False, False),
@@ -131,6 +131,7 @@ def update():
         result[name] = {"parameters": flat.size, **timed(calls, 0.2)}
         weights = [update.flat.views(update.flat.masters) for _, update in kept[2:]]
         result[name]["finite"] = all(bool(torch.isfinite(w).all()) for named in weights for w in named.values())
+        print("PART", name, json.dumps(result[name]), file=sys.stderr, flush=True)
     return result
 
 
