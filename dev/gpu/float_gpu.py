@@ -4,6 +4,7 @@ PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS]      (about 40 s;
 """
 
 import collections
+import dataclasses
 import json
 import os
 import statistics
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 
 from ridgeline.engine import TrainStep
 from ridgeline.models import DecoderConfig, LanguageConfig, LanguageModel
+from ridgeline.models.fused import stack
+from ridgeline.models.fused.choices import choose
 from ridgeline.ops.attention import float32, long, short
 
 END = time.time() + float(sys.argv[1] if len(sys.argv) > 1 else 60)
@@ -104,7 +107,9 @@ def attention(name, B, T, H, G):
     tell(f"{name} us", microseconds(graphs))
 
 
-def step(name, config):
+def step(name, config, beside):
+    name += "" if beside else " one stream"
+    stack.choose = lambda *given: dataclasses.replace(choose(*given), side_stream=beside)
     m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
     train = TrainStep(m, precision="fp32")
     tokens = torch.randint(65, (32, 257), device="cuda")
@@ -119,6 +124,8 @@ def step(name, config):
     b.record()
     torch.cuda.synchronize()
     tell(f"{name} step ms", round(a.elapsed_time(b) / 50, 4))
+    if not beside:
+        return
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
@@ -141,5 +148,6 @@ for name, config in (
     ("gpt2-c256", DecoderConfig(layers=6, width=256, heads=8, gelu="tanh")),
     ("fast-c256", DecoderConfig(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh")),
 ):
-    if time.time() < END - 10:
-        step(name, config)
+    for beside in (True, False):
+        if time.time() < END - 8:
+            step(name, config, beside)

@@ -76,7 +76,7 @@ RL_D void add_product(float (&out)[4], float a, float4 b) {
 
 // out[i] += Σ_n square[4 i][n] · tile[n], n up to `count`.
 RL_D void mix(float (&out)[ROWS][4], const float* square, const float* tile, int count) {
-#pragma unroll 4
+#pragma unroll 2
   for (int n = 0; n < count; n += 4) {
     float4 b[4];
 #pragma unroll
