@@ -5,7 +5,17 @@ import torch
 
 from ridgeline.errors import ConfigError
 from ridgeline.models import build
-from ridgeline.presets import PRESETS, boxing, fast_c256, gpt2_124m, gpt2_c256, hal_5m, hal_20m, preset
+from ridgeline.presets import (
+    PRESETS,
+    boxing,
+    fast_c256,
+    gpt2_124m,
+    gpt2_c256,
+    hal_5m,
+    hal_20m,
+    preset,
+    shakespeare_fast,
+)
 from ridgeline.presets.hal import RELEASED_TABLES
 
 
@@ -19,6 +29,7 @@ def parameters(config):
     [
         (gpt2_c256(), 4_837_888),
         (fast_c256(), 2_559_744),
+        (shakespeare_fast(), 4_821_504),
         (gpt2_124m(), 124_439_808),
         (hal_20m(), 19_845_065),
         (hal_20m(tables=RELEASED_TABLES), 19_844_861),

