@@ -8,7 +8,7 @@ card train one after another, each alone on it; when all training has ended, all
 same time, PROCESSES at a time (environment; one a core), and `study race` itself writes the records:
 
     $OUT/race.json, $OUT/NAME.json        the records
-    $OUT/games.jsonl, $OUT/NAME.jsonl     the games
+    $OUT/folders.tgz                      the races' folders without checkpoints, from before the games on
 
 GO=FILE: contenders wait for that file before the first trains, so that they can be set up beside something else.
 KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on there. Without it they are deleted.
@@ -21,6 +21,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from pathlib import Path
@@ -140,6 +141,14 @@ def play(root, name, words, processes):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def pack(root, out):
+    """Everything small: what is raced, points, games."""
+    with tarfile.open(out / "folders.tgz", "w:gz") as archive:
+        for pattern in ("*/race.json", "*/record.json", "*/games.jsonl", "race/*/points.jsonl", "race/*/failure.txt"):
+            for file in sorted(root.glob(pattern)):
+                archive.add(file, file.relative_to(root))
+
+
 def tell(name, record):
     for curve in record["curves"]:
         for point in curve.get("points", ()):
@@ -179,6 +188,7 @@ def main():
     train_all(trainers, limit - GAMES_SECONDS)
     for trainer in trainers:
         trainer.end()
+    pack(root, out)
     say("games begin")
     cores = int(os.environ.get("PROCESSES") or len(os.sched_getaffinity(0)))
     weights = {name: len(race.contenders) for name, race in plans.items()}
@@ -195,9 +205,9 @@ def main():
         if process.returncode:
             say("FAILED", name, process.returncode, said[-600:])
         with contextlib.suppress(OSError):
-            shutil.copy(root / name / "games.jsonl", out / f"{'games' if name == 'race' else name}.jsonl")
             shutil.copy(root / name / "record.json", out / f"{name}.json")
             tell(name, json.loads((out / f"{name}.json").read_text()))
+    pack(root, out)
     if "KEEP" not in os.environ:
         shutil.rmtree(root, ignore_errors=True)
     say("end")
