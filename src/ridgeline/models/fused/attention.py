@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.choices import split_heads
-from ridgeline.ops.attention import float32, short
+from ridgeline.ops.attention import float32, plain, short
 from ridgeline.ops.attention.reference import attention_reference
 from ridgeline.ops.dropout import DropoutState
 
@@ -80,6 +80,11 @@ class KernelAttention:
         return partials_PQ
 
 
+def _without_table(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a backward pass takes, but for the relative table and its gradient."""
+    return (*tensors[:4], *tensors[5:10])
+
+
 class TiledAttention(KernelAttention):
     """The portable Triton kernels: any window."""
 
@@ -95,6 +100,20 @@ class TiledAttention(KernelAttention):
         return dqkv_NQ.sum(0, keepdim=True, dtype=torch.float32) if bias else None
 
 
+class PlainAttention(KernelAttention):
+    """The kernels for any window: no relative term, no dropout."""
+
+    def _forward(self, out_BTHD: Tensor) -> None:
+        plain.forward(*self.heads, out_BTHD, self.lse_BHT, scale=self.scale)
+
+    def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
+        q, k, _ = self.heads
+        rows = plain.column_sum_rows(q, k) if bias else 0
+        partials_PQ = dqkv_NQ.new_empty(rows, dqkv_NQ.shape[1], dtype=torch.float32) if bias else None
+        plain.backward(*_without_table(tensors), scale=self.scale, column_sums=partials_PQ)
+        return partials_PQ
+
+
 class FloatAttention(KernelAttention):
     """The short-window kernels in fp32: no relative term, no dropout."""
 
@@ -102,8 +121,7 @@ class FloatAttention(KernelAttention):
         float32.forward(*self.heads, out_BTHD, self.lse_BHT, scale=self.scale)
 
     def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
-        without_table = (x for n, x in enumerate(tensors) if n not in (4, 10))
-        float32.backward(*without_table, scale=self.scale)
+        float32.backward(*_without_table(tensors), scale=self.scale)
         return dqkv_NQ.sum(0, keepdim=True) if bias else None
 
 
@@ -137,6 +155,7 @@ class ReferenceAttention:
 AttentionStep = KernelAttention | ReferenceAttention
 ATTENTION: dict[str, type[KernelAttention] | type[ReferenceAttention]] = {
     "cuda": KernelAttention,
+    "cuda-plain": PlainAttention,
     "cuda-fp32": FloatAttention,
     "triton": TiledAttention,
     "reference": ReferenceAttention,

@@ -20,8 +20,9 @@ class Choices:
     """Implementations by part of the block.
 
     Attributes:
-        attention: "cuda" (short windows, Hopper), "cuda-fp32" (the same in fp32, without relative term or dropout),
-            "triton" (any window) or "reference" (explicit, by autograd).
+        attention: "cuda" (short windows, Hopper), "cuda-plain" (any window, Hopper, without relative term or dropout),
+            "cuda-fp32" (short windows in fp32, without them too), "triton" (any window) or "reference" (explicit, by
+            autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
         qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
         out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers) or
@@ -44,7 +45,7 @@ class Choices:
 
 def attention_missing(impl: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype, T: int) -> str | None:
     """Why an implementation of attention cannot serve this decoder, or None."""
-    if impl == "cuda-fp32" and config.dropout:
+    if impl in ("cuda-plain", "cuda-fp32") and config.dropout:
         return "has no dropout"
     q, k, v = split_heads(config, torch.empty(1, T, config.qkv_width, device=device, dtype=dtype))
     table = None
@@ -77,7 +78,7 @@ def _projection(in_registers: bool, few: bool) -> str:
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
 def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: int, T: int) -> Choices:
     """The fastest implementations that can run here, by measurement on an H200."""
-    names = ("cuda", "cuda-fp32", "triton", "reference")
+    names = ("cuda", "cuda-plain", "cuda-fp32", "triton", "reference")
     attention_impl = next(name for name in names if attention_missing(name, config, device, dtype, T) is None)
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
     few = device.type == "cuda" and B * T <= FEW_TOKENS
