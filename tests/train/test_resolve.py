@@ -11,7 +11,7 @@ from ridgeline.games.table import GameTable
 from ridgeline.models import Category, Head, LanguageConfig, PolicyConfig
 from ridgeline.presets import preset
 from ridgeline.train import train
-from ridgeline.train.engines import build_model, find_engine, fused_missing, make_step, settle_engine
+from ridgeline.train.engines import build_model, find_engine, fused_missing, fused_slower, make_step, settle_engine
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.resolve import fit_model
 from ridgeline.train.settings import override
@@ -103,8 +103,11 @@ def test_on_a_card_auto_is_the_fastest_and_best_is_the_fused_blocks_or_says_why(
     best = change(config, engine="best", device="cuda", precision="bf16")
     assert settle_engine(best, "auto") == settle_engine(best, "best") == best
     exact = change(best, precision="fp32")
-    assert settle_engine(exact, "best") == exact
-    assert settle_engine(exact, "auto").engine == "compile+graph"
+    for missing, engine in ((None, "best"), ("has no dropout", "compile+graph")):
+        monkeypatch.setattr("ridgeline.train.engines.attention_missing", lambda *_, missing=missing: missing)
+        assert settle_engine(exact, "best") == exact
+        assert settle_engine(exact, "auto").engine == engine
+    assert fused_slower(exact).endswith("and its fp32 kernel has no dropout")
     for other, reason in (
         (change(best, precision="bf16-autocast"), "casts between"),
         (override(best, {"model": {"decoder": {"width": 16384}}}), "at most 8192"),

@@ -13,6 +13,7 @@ from ridgeline.data.resident import ResidentBatches, fits
 from ridgeline.engine import TrainStep
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.models import Model, build
+from ridgeline.models.fused.choices import attention_missing
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.norm.api import MAX_WIDTH
 from ridgeline.optim import OptimizerConfig
@@ -85,9 +86,13 @@ def fused_missing(config: TrainConfig) -> str | None:
 
 def fused_slower(config: TrainConfig) -> str | None:
     """Where something else trains a model faster than the fused blocks, by measurement on an H200, or None."""
-    if config.precision == "fp32" and config.model.decoder.positions != "relative":
-        return "in fp32 torch.compile is faster; on an H200 they had 0.87 and 0.74 of its speed at width 256"
-    return None
+    decoder = config.model.decoder
+    if config.precision != "fp32" or decoder.positions == "relative":
+        return None
+    missing = attention_missing("cuda-fp32", decoder, torch.device(config.device), torch.float32, config.window.context)
+    if missing is None:
+        return None
+    return f"in fp32 torch.compile is faster than they are with attention in Triton, and its fp32 kernel {missing}"
 
 
 def settle_engine(config: TrainConfig, asked: str) -> TrainConfig:
