@@ -17,6 +17,7 @@ from ridgeline.ops._triton.support import Launch, processors
 from ridgeline.ops.attention import triton as kernels
 from ridgeline.ops.attention.short import Dropping
 from ridgeline.ops.linear.tiled import Tile, product_raw, segments_of
+from ridgeline.ops.scope import scope
 
 RELATIVE_BYTES = 2**27  # of relative scores at a time, one window's at least
 RELATIVE_TILE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)  # of the products with the table
@@ -77,7 +78,7 @@ def _by_head(x_BTHD: Tensor) -> Tensor:
     return x_BTHD.movedim(2, 0).flatten(1, 2)
 
 
-def _parts(q_BTHD: Tensor, table_RD: Tensor | None, drop: Dropping) -> Iterator[tuple[slice, Dropping]]:
+def _windows(q_BTHD: Tensor, table_RD: Tensor | None, drop: Dropping) -> Iterator[tuple[slice, Dropping]]:
     """Windows whose relative scores fit the workspace, and the dropout that begins with them; all without a table."""
     B, T, H, _ = q_BTHD.shape
     most = B
@@ -91,7 +92,8 @@ def _relative_scores(q_BTHD: Tensor, table_RD: Tensor) -> Tensor:
     """The products (B, T, H, T) of each query with the table's last T rows."""
     B, T, H, _ = q_BTHD.shape
     r_BTHT = torch.empty(B, T, H, T, device=q_BTHD.device, dtype=q_BTHD.dtype)
-    product_raw(_by_head(q_BTHD), table_RD[-T:].t().expand(H, -1, -1), _by_head(r_BTHT), RELATIVE_TILE)
+    with scope("attention"):
+        product_raw(_by_head(q_BTHD), table_RD[-T:].t().expand(H, -1, -1), _by_head(r_BTHT), RELATIVE_TILE)
     return r_BTHT
 
 
@@ -99,11 +101,13 @@ def _relative_gradients(dr_BTHT: Tensor, q_BTHD: Tensor, table_RD: Tensor, dq_BT
     """Add what comes by way of the relative scores to dQ and to the table's gradient."""
     (B, T, H, D), dr_UNT, q_UND = q_BTHD.shape, _by_head(dr_BTHT), _by_head(q_BTHD)
     dq_UND = dq_BTHD.movedim(2, 0).view(H, B * T, D)
-    product_raw(dr_UNT, table_RD[-T:].expand(H, -1, -1), dq_UND, RELATIVE_TILE, accumulate=True)
+    with scope("attention"):
+        product_raw(dr_UNT, table_RD[-T:].expand(H, -1, -1), dq_UND, RELATIVE_TILE, accumulate=True)
     pieces, segment = segments_of(T, D, B * T, RELATIVE_TILE, q_BTHD, units=H)
     parts_USTD = torch.empty(H, pieces, T, D, device=q_BTHD.device)
-    product_raw(dr_UNT.transpose(1, 2), q_UND, parts_USTD, RELATIVE_TILE, segment=segment)
-    d_table_RD[-T:] += parts_USTD.sum((0, 1))
+    with scope("relative_table"):
+        product_raw(dr_UNT.transpose(1, 2), q_UND, parts_USTD, RELATIVE_TILE, segment=segment)
+        d_table_RD[-T:] += parts_USTD.sum((0, 1))
 
 
 def _tile(launch: Launch) -> dict[str, int]:
@@ -139,11 +143,11 @@ def forward(
     """
     _, T, H, D = q_BTHD.shape
     launch = (launches or default_launches(D, table_RD is not None, q_BTHD.dtype)).forward
-    for part, masks in _parts(q_BTHD, table_RD, drop):
-        q, k, v, out = (x[part] for x in (q_BTHD, k_BTGD, v_BTGD, out_BTHD))
+    for windows, masks in _windows(q_BTHD, table_RD, drop):
+        q, k, v, out = (x[windows] for x in (q_BTHD, k_BTGD, v_BTGD, out_BTHD))
         r_BTHT = None if table_RD is None else _relative_scores(q, table_RD)
         kernels.forward_kernel[(triton.cdiv(T, launch.rows), len(q) * H)](
-            q, k, v, r_BTHT, out, lse_BHT[part], masks.seed_step, masks.site, masks.first_sample, scale, masks.kept,
+            q, k, v, r_BTHT, out, lse_BHT[windows], masks.seed_step, masks.site, masks.first_sample, scale, masks.kept,
             T, H, *_strides(q, k, v, q if r_BTHT is None else r_BTHT, out),
             SHARE=H // k.shape[2], D=D, THRESHOLD=drop.threshold, SWEEPS=sweeps, **_tile(launch),
         )  # fmt: skip
@@ -172,26 +176,28 @@ def backward(
         d_out_BTHD: gradient of the output.
         q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT: as in `forward`.
         dq_BTHD, dk_BTGD, dv_BTGD: gradients, any strides with 1 as the last one.
-        d_table_RD: fp32; rows before the last T become zero.
+        d_table_RD: fp32, where there is a table; rows before the last T become zero.
         scale, drop, launches: as in `forward`.
     """
     launches = launches or default_launches(q_BTHD.shape[3], table_RD is not None, q_BTHD.dtype)
     if d_table_RD is not None:
         d_table_RD.zero_()
     dr_BTHT = None
-    for part, masks in _parts(q_BTHD, table_RD, drop):
-        inputs = tuple(x[part] for x in (q_BTHD, k_BTGD, v_BTGD))
+    for windows, masks in _windows(q_BTHD, table_RD, drop):
+        inputs = tuple(x[windows] for x in (q_BTHD, k_BTGD, v_BTGD))
         r_BTHT = None if table_RD is None else _relative_scores(inputs[0], table_RD)
-        if r_BTHT is not None and dr_BTHT is None:  # where it is not written it stays zero, in every part
+        if r_BTHT is not None and dr_BTHT is None:  # where it is not written it stays zero, whatever the windows
             dr_BTHT = torch.zeros_like(r_BTHT)
         here = None if dr_BTHT is None else dr_BTHT[: len(inputs[0])]
-        passed = tuple(x[part] for x in (d_out_BTHD, out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD))
-        _backward_part(inputs, r_BTHT, here, passed, scale, masks, launches)
-        if here is not None and table_RD is not None and d_table_RD is not None:
-            _relative_gradients(here, inputs[0], table_RD, dq_BTHD[part], d_table_RD)
+        passed = tuple(x[windows] for x in (d_out_BTHD, out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD))
+        _backward_windows(inputs, r_BTHT, here, passed, scale, masks, launches)
+        if here is not None:
+            assert table_RD is not None
+            assert d_table_RD is not None
+            _relative_gradients(here, inputs[0], table_RD, dq_BTHD[windows], d_table_RD)
 
 
-def _backward_part(
+def _backward_windows(
     inputs: tuple[Tensor, ...],
     r_BTHT: Tensor | None,
     dr_BTHT: Tensor | None,
