@@ -197,6 +197,13 @@ def warm(build_s):
         gate.notify_all()
 
 
+def share_cores(wave):
+    """As many compiler processes for each contender that compiles as there are cores for."""
+    names = [name for key in wave if key in ROWS for name in ROWS[key].contenders.split(",")]
+    compiling = sum("compile" in name or name in ("reduce-overhead", "max-autotune", "transformers") for name in names)
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(16, max(2, 2 * (os.cpu_count() or 2) // max(1, compiling))))
+
+
 def main(arguments):
     seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
     waves = [wave.split() for wave in " ".join(arguments or ["hal-20m", "gpt2-c256"]).split(" -- ")]
@@ -209,6 +216,7 @@ def main(arguments):
             print("no time for", *wave, flush=True)
             continue
         build_s = min(130, 0.65 * left)
+        share_cores(wave)
         waiting.update(wave)
         threads = [
             threading.Thread(target=warm if key == "warm" else one, args=(build_s,) if key == "warm" else (key, build_s), name=key)
