@@ -65,16 +65,20 @@ def _said() -> Iterator[list[str]]:
     always = torch.is_warn_always_enabled()
     if sys.stderr is not None:
         sys.stderr.flush()
+    kept = None
+    with contextlib.suppress(OSError):  # it may be closed
+        kept = os.dup(STANDARD_ERROR)
     with tempfile.TemporaryFile() as file, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        kept = os.dup(STANDARD_ERROR)
         try:
             torch.set_warn_always(True)
-            os.dup2(file.fileno(), STANDARD_ERROR)
+            if kept is not None:
+                os.dup2(file.fileno(), STANDARD_ERROR)
             yield heard
         finally:
-            os.dup2(kept, STANDARD_ERROR)
-            os.close(kept)
+            if kept is not None:
+                os.dup2(kept, STANDARD_ERROR)
+                os.close(kept)
             torch.set_warn_always(always)
         file.seek(0)
         text = "\n".join([*(f"Warning: {w.message}" for w in caught), file.read().decode(errors="replace")])
