@@ -1,6 +1,7 @@
 """Mistakes on the command line: one sentence each, that names what to change."""
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,30 @@ def test_help_fills_the_terminal_and_says_nothing_of_the_parser(capsys, monkeypa
     for line, following in itertools.pairwise(prose.splitlines()):
         if line and following and not following.startswith("- "):
             assert len(line) + 1 + len(following.split()[0]) > width, "a line is broken before it is full"
+
+
+def test_help_in_a_terminal_of_a_few_columns_comes_to_an_end(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "3")
+    code, output, _ = run(capsys, "sample", "--help")
+    assert code == 0
+    assert max(map(len, output.splitlines())) == 40
+    assert os.environ["COLUMNS"] == "3"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_output_that_finds_no_space_is_one_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "ridgeline", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 2
+    assert done.stderr == "ridgeline: there is no space left where the output goes; free space or send it elsewhere\n"
+
+
+def test_output_that_is_closed_harms_nothing():
+    closed = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'ridgeline', '--help'])"
+    done = subprocess.run([sys.executable, "-c", closed], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_option_can_be_unset_by_a_word(capsys, tmp_path):

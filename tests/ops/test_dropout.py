@@ -6,6 +6,7 @@ import torch
 from error_budget import DEVICE, DTYPES
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.dropout import DropoutState, available, dropout, hidden_keep, quantise
+from ridgeline.ops.dropout.reference import stream_keys
 
 SEEDS = [(0, 0, 0), (2**40 + 12345, 7, 3), (-1, 2**33 + 5, 1000)]  # seed, step, sample offset
 
@@ -43,6 +44,29 @@ def test_parts_of_a_batch_draw_the_whole_batchs_masks() -> None:
     whole = hidden_keep(state, 1, (6, 4, 8), 0.3, DEVICE)
     parts = [hidden_keep(state._replace(sample_offset=start), 1, (2, 4, 8), 0.3, DEVICE) for start in (0, 2, 4)]
     assert torch.equal(whole, torch.cat(parts))
+
+
+def test_a_probability_is_kept_to_15_bits_and_what_is_kept_is_scaled_to_the_same_mean() -> None:
+    assert quantise(0.5) == (1 << 14, 2.0)
+    assert quantise(0.2) == (6554, (1 << 15) / ((1 << 15) - 6554))
+    assert quantise(0.0) == (0, 1.0)
+
+
+def test_every_bit_of_what_a_mask_belongs_to_counts() -> None:
+    seed, step, site, stream = 0x0123_4567_89AB_CDEF, 0x0F1E_2D3C, 0x55, torch.tensor(0x1234_5678)
+
+    def keys(seed: int, step: int, site: int, stream: torch.Tensor) -> tuple[int, int]:
+        key_0, key_1 = stream_keys(torch.tensor([seed, step]), site, stream)
+        return int(key_0), int(key_1)
+
+    found = [keys(seed, step, site, stream)]
+    found += [keys(seed ^ (1 << bit), step, site, stream) for bit in range(63)]
+    found += [keys(-1, step, site, stream)]  # a seed's 64th bit is its sign
+    found += [keys(seed, step ^ (1 << bit), site, stream) for bit in range(32)]
+    found += [keys(seed, step, site ^ (1 << bit), stream) for bit in range(16)]
+    found += [keys(seed, step, site, stream ^ (1 << bit)) for bit in range(32)]
+    for half in zip(*found, strict=True):
+        assert len(set(half)) == len(found)
 
 
 def test_frequency() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -49,6 +50,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; None for the process's own.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever called
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    try:
+        return _answer(arguments)
+    except BrokenPipeError:  # whoever read the output has read enough
+        _drop_output()
+        return CUT_OFF
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _drop_output()
+        return _refuse("there is no space left where the output goes; free space or send it elsewhere")
+
+
+def _answer(arguments: list[str]) -> int:
+    try:
+        return _dispatch(arguments)
+    finally:
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Let go of output that cannot be written, which Python would try to flush again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else REFUSED
@@ -63,22 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"the argument {odd!r} is not UTF-8; write it in UTF-8")
     configure_threads()
     try:
-        return _run(verb, rest)
+        return int(_module(verb).run(rest))
     except RidgelineError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has read enough; Python must not flush it again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CUT_OFF
-
-
-def _run(verb: str, arguments: list[str]) -> int:
-    try:
-        return _module(verb).run(arguments)
-    finally:
-        sys.stdout.flush()
 
 
 def _module(verb: str) -> ModuleType:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import os
 import re
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -22,6 +23,7 @@ from ridgeline.errors import ConfigError
 
 T = TypeVar("T")
 HELP = {"-h", "--help"}
+NARROWEST = 40  # columns of a help; in a few columns the parser's layout would never end
 Flag = Annotated[bool, tyro.conf.FlagCreatePairsOff]
 
 
@@ -51,7 +53,7 @@ def parse(
     about = _paragraphs(about or (inspect.getdoc(kind) or "").partition("\nAttributes:")[0])
     help_, said = io.StringIO(), io.StringIO()
     try:
-        with redirect_stdout(help_), redirect_stderr(said), SPECS:
+        with redirect_stdout(help_), redirect_stderr(said), SPECS, _columns(_width()):
             return tyro.cli(kind, args=list(arguments), prog=f"ridgeline {verb}", description=about)
     except SystemExit as leaving:
         if leaving.code in (0, None):
@@ -61,6 +63,23 @@ def parse(
         raise ConfigError(f"{words}; see ridgeline {verb} --help") from leaving
 
 
+def _width() -> int:
+    return max(NARROWEST, shutil.get_terminal_size().columns)
+
+
+@contextmanager
+def _columns(width: int) -> Iterator[None]:
+    """A terminal of so many columns, for whoever asks inside the `with` block."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 def _paragraphs(text: str) -> str:
     """Documentation with each paragraph and each item of a list on one line, for `_wrapped` to break anew."""
     return re.sub(r"(?<=[^\n])\n(?!\n|- ) *", " ", text.strip())
@@ -68,7 +87,7 @@ def _paragraphs(text: str) -> str:
 
 def _wrapped(text: str) -> str:
     """The parser's help as wide as the terminal: it breaks the lines of its boxes itself, but not those above them."""
-    width = shutil.get_terminal_size().columns
+    width = _width()
     text = re.sub(r" *\(default:\s*\)", "", re.sub(r"\n{3,}", "\n\n", text.rstrip()))
     lines = []
     for line in text.splitlines():
