@@ -147,3 +147,34 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="multiple of 8"):
         policy_heads(x[:, :20], [HeadWeights(*(w[..., :20] for w in heads[0][:3]), *heads[0][3:])], targets[:, :1],
                      impl="triton")  # fmt: skip
+
+
+def test_what_the_hopper_kernel_sums_gives_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Triton's kernel in its place, whose products are put where the other leaves its sums over rows."""
+    from ridgeline.ops.policy_heads import hopper, launch
+    from ridgeline.ops.policy_heads.function import PolicyHeads
+    from ridgeline.ops.policy_heads.layout import CHUNK, Layout
+
+    def stand_in(
+        plan: Layout, packed: launch.Packed, heads: list[HeadWeights], *rest: Tensor, eps: float
+    ) -> launch.Passed:
+        passed = launch.forward(plan, packed, heads, *rest, eps=eps, gradient=True)
+        narrow_WX = torch.full((plan.inner, hopper.NARROW), float("nan"))
+        products = launch.head_products(plan, passed.q_NW, passed.rest)  # type: ignore[arg-type]
+        for place, (side_HX, at, down_VH) in zip(plan.heads, products, strict=True):
+            mine, first = narrow_WX[place.at : place.at + place.padded], hopper.side_at(place)
+            mine[:, : place.classes] = down_VH[: place.classes, : place.padded].t()
+            mine[:, first : first + place.earlier] = side_HX[: place.padded, : place.earlier]
+            mine[:, first + place.earlier : first + place.earlier + 2] = side_HX[: place.padded, at : at + 2]
+        return passed._replace(rest=narrow_WX)
+
+    monkeypatch.setattr(hopper, "STEP", CHUNK)
+    monkeypatch.setattr(hopper, "forward", stand_in)
+    x, heads, targets = make("three heads, more than a chunk")
+    expected = run(x, heads, targets, "triton", torch.float32)
+    flat = [w.detach().requires_grad_() for head in heads for w in head]
+    losses = PolicyHeads.apply(x.requires_grad_(), targets, 1e-5, True, *flat)
+    gradients = torch.autograd.grad(losses.sum(), [x, *flat])
+    torch.testing.assert_close(losses, expected.pop("losses"))
+    for key, gradient in zip(expected, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected[key], msg=key)

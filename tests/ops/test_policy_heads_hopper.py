@@ -17,8 +17,8 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.policy_heads import hopper
 from ridgeline.ops.policy_heads.layout import HeadPlace, Layout, layout
 
-HAL = layout(512, ((256, 9), (260, 37), (279, 6)))
-SMALL = layout(40, ((70, 9), (24, 37), (130, 6)))
+HAL = layout(512, ((256, 9), (260, 37), (279, 6)), hopper.STEP)
+SMALL = layout(40, ((70, 9), (24, 37), (130, 6)), hopper.STEP)
 EPS = 1e-5
 
 SOURCE = """#include "heads_sm90.cu"
@@ -147,7 +147,7 @@ def test_compiles_for_hopper_in_registers(place: HeadPlace, tmp_path: Path, monk
 
 
 def test_heads_that_do_not_fit_are_refused_in_words() -> None:
-    wide, chatty = layout(512, ((400, 9),)), layout(512, ((64, 40), (64, 40)))
+    wide, chatty = layout(512, ((400, 9),), hopper.STEP), layout(512, ((64, 40), (64, 40)), hopper.STEP)
     assert "up to 320" in str(hopper.unfit(wide, torch.bfloat16))
     assert "classes and heard logits" in str(hopper.unfit(chatty, torch.bfloat16))
     assert "float32" in str(hopper.unfit(HAL, torch.float32))

@@ -76,7 +76,7 @@ def unsupported(
         return None
     from ridgeline.ops.policy_heads import hopper  # imports Triton
 
-    return hopper.unsupported(layout(width, tuple(shapes)), device, dtype)
+    return hopper.unsupported(layout(width, tuple(shapes), hopper.STEP), device, dtype)
 
 
 def _check(x_NC: Tensor, heads: Sequence[HeadWeights], targets_NK: Tensor) -> None:

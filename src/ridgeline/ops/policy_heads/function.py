@@ -28,10 +28,11 @@ class PolicyHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, targets_NK: Tensor, eps: float, cuda: bool, *flat: Tensor) -> Tensor:
         heads, x_NC = _heads(flat), x_NC.contiguous()
-        plan = launch.layout_of(heads)
-        packed = launch.pack(plan, heads)
         gradient = any(ctx.needs_input_grad)
-        if cuda and gradient:
+        cuda = cuda and gradient
+        plan = launch.layout_of(heads, hopper.STEP) if cuda else launch.layout_of(heads)
+        packed = launch.pack(plan, heads)
+        if cuda:
             passed = hopper.forward(plan, packed, heads, x_NC, targets_NK, eps=eps)
         else:
             passed = launch.forward(plan, packed, heads, x_NC, targets_NK, eps=eps, gradient=gradient)

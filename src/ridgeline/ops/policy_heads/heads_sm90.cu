@@ -297,7 +297,7 @@ struct Consumer {
     if (lane == 0) add_sum(V_COLUMNS, losses), add_sum(V_COLUMNS + 1, counts);
   }
 
-  // q in v's place (columns after the last are 0, as they were in p), and the rows' c1 and c2.
+  // q in v's place, and the rows' c1 and c2.
   template <int COLUMNS>
   RL_D void backward(float (&c1)[2], float (&c2)[2], int chunk) {
     float x[COLUMNS / 2];
@@ -423,7 +423,9 @@ RL_D void sum_gradients(const Problem& p, u32 smem, Barriers bar, int warp, int 
   for (int chunk = 0; chunk < CHUNKS; ++chunk)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float* out = p.gradients + (64 * chunk + 16 * warp + (lane >> 2) + 8 * h) * NARROW + 2 * (lane & 3);
+      const int inner = 64 * chunk + 16 * warp + (lane >> 2) + 8 * h;
+      if (inner >= INNER) continue;
+      float* out = p.gradients + inner * NARROW + 2 * (lane & 3);
 #pragma unroll
       for (int j = 0; j < V_COLUMNS / 8; ++j)
         store_global_8(out + 8 * j, as_bits(down[chunk][4 * j + 2 * h]), as_bits(down[chunk][4 * j + 2 * h + 1]));
@@ -459,7 +461,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   wait_for_previous();
   let_next_start();
   for (int column = threadIdx.x; column < CHUNKS * 64; column += 512)
-    store_shared_8(smem + VECTORS + 8 * column, as_bits(s[column]), as_bits(c[column]));
+    store_shared_8(smem + VECTORS + 8 * column, column < INNER ? as_bits(s[column]) : 0,
+                   column < INNER ? as_bits(c[column]) : 0);
   __syncthreads();
   if (role == 0) {
     registers_down<24>();

@@ -21,6 +21,7 @@ KINDS = "MMMPPPPPPPPPPiiiiif"
 SMEM_LIMIT = 227 * 1024
 THREADS = 512
 TILE, GROUPS, WARPS = 64, 2, 8  # rows of a tile, warpgroups that take tiles, warps of those
+STEP = 16  # a head's inner width is padded to a multiple of it
 NARROW = 64  # columns of the tile of a head's dl and side
 
 
@@ -35,7 +36,7 @@ def side_at(place: HeadPlace) -> int:
 
 def smem(place: HeadPlace) -> int:
     """Bytes of dynamic shared memory of a head's kernel."""
-    chunks = place.padded // TILE
+    chunks = -(-place.padded // TILE)
     tile = TILE * 128
     weights = chunks * 128 * (_up(place.classes, 16) + _up(place.earlier, 16))
     vectors, sums = chunks * 64 * 8, WARPS * (side_at(place) + 2) * 4
@@ -47,7 +48,7 @@ def defines(plan: Layout, place: HeadPlace, dtype: torch.dtype, targets: torch.d
     """The macros that compile a head's kernel."""
     return {
         "RL_FP16": int(dtype == torch.float16),
-        "INNER": _up(place.inner, 16),
+        "INNER": place.padded,
         "WIDTH": plan.width,
         "V": place.classes,
         "E": place.earlier,

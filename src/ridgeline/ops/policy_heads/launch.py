@@ -80,9 +80,10 @@ class HeadProducts(NamedTuple):
     down_VH: Tensor
 
 
-def layout_of(heads: Sequence[HeadWeights]) -> Layout:
-    """The joint buffers of these heads."""
-    return layout(heads[0].up_HS.shape[1], tuple((head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads))
+def layout_of(heads: Sequence[HeadWeights], step: int = CHUNK) -> Layout:
+    """The joint buffers of these heads, for a kernel that takes inner columns in `step`s."""
+    shapes = tuple((head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads)
+    return layout(heads[0].up_HS.shape[1], shapes, step)
 
 
 def head_config(place: HeadPlace) -> Launch:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ridgeline.ops._triton.support import power_of_two
 
-CHUNK = 64  # inner columns that a kernel takes at a time; a head's inner width is padded to a multiple of it
+CHUNK = 64  # inner columns that Triton's kernel takes at a time; a head's inner width is padded to a multiple of it
 ALIGN = 8  # elements: rows of 16-bit storage start on 16-byte boundaries
 
 
@@ -21,7 +21,7 @@ class HeadPlace:
 
     Attributes:
         index: its number.
-        inner: H, and `padded`, H rounded up to a multiple of 64; `at`: its first column among W.
+        inner: H, and `padded`, H rounded up to a multiple of the kernel's; `at`: its first column among W.
         classes: V; `class_at`: its first column among the logits of all heads.
         earlier: E, logits of earlier heads that it hears.
         block_v, block_e: V and E rounded up for a matrix unit.
@@ -67,13 +67,13 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def layout(width: int, shapes: tuple[tuple[int, int], ...]) -> Layout:
-    """The buffers of heads with these (H, V) on a state of `width` numbers."""
+def layout(width: int, shapes: tuple[tuple[int, int], ...], step: int = CHUNK) -> Layout:
+    """The buffers of heads with these (H, V) on a state of `width` numbers, for a kernel that takes H in `step`s."""
     heard = sum(classes for _, classes in shapes[:-1])
     heads: list[HeadPlace] = []
     at = class_at = 0
     for index, (inner, classes) in enumerate(shapes):
-        padded = _up(inner, CHUNK)
+        padded = _up(inner, step)
         heads.append(
             HeadPlace(
                 index=index,
