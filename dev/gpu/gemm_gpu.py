@@ -190,8 +190,19 @@ def graph_of(step, count):
     return graph
 
 
-def hot(graph, seconds=0.5):
-    """Milliseconds of a graph when it has run for so long that the power limit holds the clock."""
+def joules():
+    """What the card has used so far."""
+    import ctypes
+
+    from ridgeline.bench.nvml import Monitor
+
+    monitor, millijoules = Monitor(), ctypes.c_ulonglong()
+    monitor._nvml.nvmlDeviceGetTotalEnergyConsumption(monitor._handle, ctypes.byref(millijoules))
+    return millijoules.value / 1e3
+
+
+def hot(graph, seconds=0.6):
+    """Milliseconds and joules of a graph when it has run for so long that the power limit holds the clock."""
     import torch
 
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -200,12 +211,14 @@ def hot(graph, seconds=0.5):
     marks[1].record()
     torch.cuda.synchronize()
     runs = max(2, int(seconds * 500 / marks[0].elapsed_time(marks[1])))
+    used = []
     for mark in marks[1:]:
         for _ in range(runs):
             graph.replay()
         mark.record()
-    torch.cuda.synchronize()
-    return marks[1].elapsed_time(marks[2]) / runs
+        torch.cuda.synchronize()
+        used.append(joules())
+    return marks[1].elapsed_time(marks[2]) / runs, (used[1] - used[0]) / runs
 
 
 def run_case(name):
@@ -239,7 +252,8 @@ def run_case(name):
         us = sorted(us[1:])
         found[key] |= {"us": round(us[len(us) // 2], 1), "best": round(us[0], 1), "worst": round(us[-1], 1)}
         if M > 8192:
-            found[key]["hot"] = round(hot(graphs[key]) / count * 1e3, 1)
+            ms, energy = hot(graphs[key])
+            found[key] |= {"hot": round(ms / count * 1e3, 1), "mJ": round(energy / count * 1e3, 1)}
     print(name, M, N, K)
     for key, row in found.items():
         print(f"    {key:20}", row, flush=True)
