@@ -19,7 +19,7 @@ RUN = """#include "ridgeline/hopper.cuh"
 extern "C" const char* run(const float* q, const float* k, const float* v, float* out, float* lse, const float* d_out,
                            float* dq, float* dk, float* dv, rl::i64 part, const int* n,
                            float scale, int grid, int seed) {
-  const char* fault = emulation::launch(grid, 256, seed, false, [=] {
+  const char* fault = emulation::launch(grid, 512, seed, false, [=] {
     attention_forward_float(q, k, v, out, lse, n[0], n[1], n[2], n[3], n[4], n[5], scale);
   });
   return fault ? fault : emulation::launch(grid, 256, seed, false, [=] {
@@ -69,9 +69,9 @@ def test_whole_kernels_on_the_host(B: int, T: int, H: int, G: int, emulation: An
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_nvrtc")
-def test_next_to_nothing_spills() -> None:
+def test_nothing_spills() -> None:
     for used in build(SOURCES / "float32.cu", {}, "sm_90a").resources().values():
-        assert max(used.spill_stores, used.spill_loads) <= 32  # a few addresses, once a block of queries
+        assert used.spill_stores == used.spill_loads == 0
 
 
 def test_what_it_does_not_take_is_said() -> None:

@@ -16,9 +16,9 @@ from ridgeline.ops.linear.reduce import Job, reduce_raw
 
 LONGEST, WIDTH = 256, 32
 _SOURCE = Path(__file__).parent / "cuda" / "float32.cu"
-_TILE, _SQUARES = 4 * LONGEST * (WIDTH + 4), 4 * LONGEST * 72  # bytes, as in the kernels
-FORWARD_SMEM = 3 * _TILE + _SQUARES
-BACKWARD_SMEM = 4 * _TILE + _SQUARES + 8 * LONGEST
+_TILE, _SQUARE = 4 * LONGEST * (WIDTH + 4), 4 * 16 * 72  # bytes, as in the kernels
+FORWARD_SMEM = 3 * _TILE + 16 * _SQUARE
+BACKWARD_SMEM = 4 * _TILE + 8 * _SQUARE + 4 * 64 * (WIDTH + 4) + 8 * LONGEST
 
 
 def unsupported(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None) -> str | None:
@@ -63,7 +63,7 @@ def forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, out_BTHD: Tensor, ls
     B, T, H, _ = q_BTHD.shape
     share = H // k_BTGD.shape[2]
     cuda.load(_SOURCE).kernel("attention_forward_float", "PPPPPiiiiiif").launch(
-        (B * H,), 256, FORWARD_SMEM,
+        (B * H,), 512, FORWARD_SMEM,
         (q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, T, H, share, q_BTHD.stride(1), k_BTGD.stride(1),
          out_BTHD.stride(1), scale),
     )  # fmt: skip

@@ -1,10 +1,9 @@
 // Causal attention in IEEE fp32 over short windows (T ≤ 256, head width 32), forward and backward, on the ordinary lanes.
 //
-// A thread block owns a head. Its rows lie whole in shared memory, and a warp owns 32 of them: of queries in the forward
+// A thread block owns a head. Its rows lie whole in shared memory, and a warp owns 16 of them: of queries in the forward
 // pass, of keys in the backward pass, where they stay while blocks of 64 queries go by. A warp's lanes are 4 rows by 8
-// columns; a lane's products are 8 rows by 8 columns (scores) or 8 rows by 4 of D (values and gradients), so that 256 or
-// 128 multiplications need 16 or 12 loads of 16 bytes: a load gives a multiprocessor 128 bytes a cycle, whoever shares
-// them, and smaller pieces wait for that. Pitches are such that the lanes of a load never meet in a bank.
+// columns; a lane's products are 4 rows by 8 columns (scores) or 4 rows by 4 of D (values and gradients), so that 128 or
+// 64 multiplications need 12 or 8 loads of 16 bytes. Pitches are such that the lanes of a load never meet in a bank.
 //
 // Gradients of shared keys come by query head, to be summed by a second launch.
 #include "ridgeline/common.cuh"
@@ -12,13 +11,15 @@
 namespace rl {
 
 constexpr int D = 32, QUADS = D / 4;
-constexpr int LONGEST = 256, BLOCK = 64, ROWS = 8, GROUP = 4 * ROWS;  // positions: a window, columns, a lane, a warp
+constexpr int LONGEST = 256, BLOCK = 64, GROUP = 16;  // positions of a window, of a block of columns, of a warp
 constexpr int PITCH = D + 4;       // floats between rows of a tile
 constexpr int SPAN = BLOCK + 8;    // floats between rows of a warp's square
 constexpr int TILE = LONGEST * PITCH, SQUARE = GROUP * SPAN;
-constexpr int WARPS = LONGEST / GROUP, THREADS = WARPS * WARP;
+constexpr int FORWARD_WARPS = LONGEST / GROUP, BACKWARD_WARPS = 8, TURNS = FORWARD_WARPS / BACKWARD_WARPS;
 constexpr float HIDDEN = -3e38f;  // a score behind the row
 constexpr float LOG2E = 1.4426950408889634f;
+static_assert(TURNS == 2, "a warp of the backward pass owns two groups of keys");
+
 // Rows of neighbouring heads: row t of sample b and head h starts at (b T + t) · pitch + h · D.
 struct Lane {
   int row = static_cast<int>(threadIdx.x) % WARP / 8, column = static_cast<int>(threadIdx.x) % 8;
@@ -41,6 +42,7 @@ RL_D float sum_of_columns(float x) {
 }
 
 // The first `rows` rows of a head into a tile; from T on zeros, up to a whole block.
+template <int THREADS>
 RL_D void load_rows(float* tile, const float* src, int pitch, int rows) {
   for (int n = threadIdx.x; n < ceil_div(rows, BLOCK) * BLOCK * QUADS; n += THREADS) {
     const int row = n / QUADS, at = n % QUADS * 4;
@@ -50,21 +52,21 @@ RL_D void load_rows(float* tile, const float* src, int pitch, int rows) {
 }
 
 // out[i][m] = Σ_d rows[4 i] · columns[8 m], both from tiles.
-RL_D void scores(float (&out)[ROWS][8], const float* rows, const float* columns) {
+RL_D void scores(float (&out)[4][8], const float* rows, const float* columns) {
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i)
+  for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int m = 0; m < 8; ++m) out[i][m] = 0.f;
 #pragma unroll
   for (int d = 0; d < D; d += 4) {
-    float4 a[ROWS];
+    float4 a[4];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) a[i] = quad(rows + 4 * i * PITCH + d);
+    for (int i = 0; i < 4; ++i) a[i] = quad(rows + 4 * i * PITCH + d);
 #pragma unroll
     for (int m = 0; m < 8; ++m) {
       const float4 b = quad(columns + 8 * m * PITCH + d);
 #pragma unroll
-      for (int i = 0; i < ROWS; ++i)
+      for (int i = 0; i < 4; ++i)
         out[i][m] += a[i].x * b.x, out[i][m] += a[i].y * b.y, out[i][m] += a[i].z * b.z, out[i][m] += a[i].w * b.w;
     }
   }
@@ -75,14 +77,14 @@ RL_D void add_product(float (&out)[4], float a, float4 b) {
 }
 
 // out[i] += Σ_n square[4 i][n] · tile[n], n up to `count`.
-RL_D void mix(float (&out)[ROWS][4], const float* square, const float* tile, int count) {
-#pragma unroll 2
+RL_D void mix(float (&out)[4][4], const float* square, const float* tile, int count) {
+#pragma unroll 4
   for (int n = 0; n < count; n += 4) {
     float4 b[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) b[e] = quad(tile + (n + e) * PITCH);
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
+    for (int i = 0; i < 4; ++i) {
       const float4 a = quad(square + 4 * i * SPAN + n);
       add_product(out[i], a.x, b[0]), add_product(out[i], a.y, b[1]);
       add_product(out[i], a.z, b[2]), add_product(out[i], a.w, b[3]);
@@ -90,17 +92,17 @@ RL_D void mix(float (&out)[ROWS][4], const float* square, const float* tile, int
   }
 }
 
-RL_D void put_square(float* square, const float (&values)[ROWS][8]) {
+RL_D void put_square(float* square, const float (&values)[4][8]) {
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i)
+  for (int i = 0; i < 4; ++i)
 #pragma unroll
     for (int m = 0; m < 8; ++m) square[4 * i * SPAN + 8 * m] = values[i][m];
 }
 
 // One block of keys: weights of the rows so far are rescaled to the new maximum.
-RL_D void soften(float (&s)[ROWS][8], float (&largest)[ROWS], float (&sum)[ROWS], float (&out)[ROWS][4], int above, float factor) {
+RL_D void soften(float (&s)[4][8], float (&largest)[4], float (&sum)[4], float (&out)[4][4], int above, float factor) {
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
+  for (int i = 0; i < 4; ++i) {
     float top = largest[i];
 #pragma unroll
     for (int m = 0; m < 8; ++m) {
@@ -119,13 +121,13 @@ RL_D void soften(float (&s)[ROWS][8], float (&largest)[ROWS], float (&sum)[ROWS]
   }
 }
 
-// Gradients that a warp keeps of its keys: a lane has rows 4 apart and four neighbours of D.
+// Gradients that a warp keeps of its 16 keys: rows 4 apart, four neighbours of D.
 struct KeySums {
-  float dk[ROWS][4] = {}, dv[ROWS][4] = {};
+  float dk[4][4] = {}, dv[4][4] = {};
 
   RL_D void write(float* dk_row, float* dv_row, int pitch, int rows, float scale) const {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
+    for (int i = 0; i < 4; ++i) {
       if (4 * i >= rows) continue;
       put_quad(dk_row + static_cast<i64>(4 * i) * pitch, dk[i], scale);
       put_quad(dv_row + static_cast<i64>(4 * i) * pitch, dv[i], 1.f);
@@ -135,18 +137,19 @@ struct KeySums {
 
 // Shared memory of a backward block.
 struct Window {
-  float *q, *k, *v, *d_out, *squares, *lse, *delta;
+  float *q, *k, *v, *d_out, *squares, *halves, *lse, *delta;
 
   RL_D Window() {
     q = shared_floats(), k = q + TILE, v = k + TILE, d_out = v + TILE;
-    squares = d_out + TILE, lse = squares + WARPS * SQUARE, delta = lse + LONGEST;
+    squares = d_out + TILE, halves = squares + BACKWARD_WARPS * SQUARE;
+    lse = halves + BLOCK * PITCH, delta = lse + LONGEST;
   }
 };
 
 // δ = Σ_d out · d_out of each row, and log-sum-exp in base 2; from T on such that no weight is left.
 RL_D void load_statistics(const Window& w, const float* out, int pitch, const float* lse, int T) {
   const Lane lane;
-  for (int row = threadIdx.x / 8; row < ceil_div(T, BLOCK) * BLOCK; row += THREADS / 8) {
+  for (int row = threadIdx.x / 8; row < ceil_div(T, BLOCK) * BLOCK; row += BACKWARD_WARPS * WARP / 8) {
     float total = 0.f;
     if (row < T) {
       const float4 a = quad(out + static_cast<i64>(row) * pitch + 4 * lane.column);
@@ -163,13 +166,13 @@ RL_D void turn(const Window& w, KeySums& sums, float* square, int key, int start
   const Lane lane;
   const int above = start + lane.column - key;  // of the first query over the first key
   const float *const q_row = w.q + (start + lane.column) * PITCH, *const d_row = w.d_out + (start + lane.column) * PITCH;
-  float p[ROWS][8], d[ROWS][8];
+  float p[4][8], d[4][8];
   scores(p, w.k + key * PITCH, q_row);
 #pragma unroll
   for (int m = 0; m < 8; ++m) {
     const float lse = w.lse[start + lane.column + 8 * m];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) p[i][m] = 4 * i > above + 8 * m ? 0.f : exp2_fast(p[i][m] * factor - lse);
+    for (int i = 0; i < 4; ++i) p[i][m] = 4 * i > above + 8 * m ? 0.f : exp2_fast(p[i][m] * factor - lse);
   }
   put_square(square + lane.column, p);
   scores(d, w.v + key * PITCH, d_row);
@@ -177,7 +180,7 @@ RL_D void turn(const Window& w, KeySums& sums, float* square, int key, int start
   for (int m = 0; m < 8; ++m) {
     const float delta = w.delta[start + lane.column + 8 * m];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) d[i][m] = p[i][m] * (d[i][m] - delta);
+    for (int i = 0; i < 4; ++i) d[i][m] = p[i][m] * (d[i][m] - delta);
   }
   __syncwarp();
   mix(sums.dv, square, w.d_out + start * PITCH + 4 * lane.column, BLOCK);
@@ -187,59 +190,58 @@ RL_D void turn(const Window& w, KeySums& sums, float* square, int key, int start
   mix(sums.dk, square, w.q + start * PITCH + 4 * lane.column, BLOCK);
 }
 
-// dQ of a block of queries: a warp has 32 of them and a quarter of the keys; quarters meet where the squares were.
-struct QuerySums {
-  float dq[ROWS][4] = {};
-  int quarter = static_cast<int>(threadIdx.x) / WARP % 4, side = static_cast<int>(threadIdx.x) / WARP / 4 * GROUP;
-  Lane lane;
-
-  RL_D int query(int i) const { return side + i / 4 * 16 + 4 * lane.row + i % 4; }  // two quads a lane
-  RL_D void add(const Window& w, int keys) {
-    const float *const square = w.squares + query(0), *const row = w.k + 4 * lane.column;
-#pragma unroll 2
-    for (int n = keys / 4 * quarter; n < keys / 4 * (quarter + 1); ++n) {
-      const float4 b = quad(row + n * PITCH), low = quad(square + n * SPAN), high = quad(square + n * SPAN + 16);
-      add_product(dq[0], low.x, b), add_product(dq[1], low.y, b), add_product(dq[2], low.z, b);
-      add_product(dq[3], low.w, b), add_product(dq[4], high.x, b), add_product(dq[5], high.y, b);
-      add_product(dq[6], high.z, b), add_product(dq[7], high.w, b);
-    }
+// dq[i] += Σ_keys dS[key][query + i] · K[key] over 16 keys.
+RL_D void add_queries(float (&dq)[4][4], const float* square, const float* keys) {
+#pragma unroll 4
+  for (int n = 0; n < GROUP; ++n) {
+    const float4 a = quad(square + n * SPAN), b = quad(keys + n * PITCH);
+    add_product(dq[0], a.x, b), add_product(dq[1], a.y, b), add_product(dq[2], a.z, b), add_product(dq[3], a.w, b);
   }
-  RL_D void write(const Window& w, float* dst, int pitch, int rows, float scale) {
-    float* const mine = w.squares + 4 * lane.column;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-      if (quarter) put_quad(mine + ((quarter - 1) * BLOCK + query(i)) * PITCH, dq[i], 1.f);
+}
+
+// dQ of a block of queries: four warps have each other's queries and half of the keys of every turn.
+struct QuerySums {
+  float dq[4][4] = {};
+  int half = static_cast<int>(threadIdx.x) / WARP / 4, local = static_cast<int>(threadIdx.x) / WARP % 4 * GROUP + 4 * Lane().row;
+
+  RL_D void take(const Window& w, int first_key, int groups) {
+    const int middle = ceil_div(groups, 2), last = half ? groups : middle;
+    for (int g = half ? middle : 0; g < last; ++g)
+      add_queries(dq, w.squares + g * SQUARE + local, w.k + (first_key + g * GROUP) * PITCH + 4 * Lane().column);
+  }
+  RL_D void write(const Window& w, float* dst, int pitch, int rows, float scale) const {
+    const int column = 4 * Lane().column;
+    if (half)
+      for (int i = 0; i < 4; ++i) put_quad(w.halves + (local + i) * PITCH + column, dq[i], 1.f);
     __syncthreads();
-    if (quarter) return;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-      for (int other = 0; other < 3; ++other) add_product(dq[i], 1.f, quad(mine + (other * BLOCK + query(i)) * PITCH));
-      if (query(i) < rows) put_quad(dst + static_cast<i64>(query(i)) * pitch + 4 * lane.column, dq[i], scale);
+    if (half) return;
+    for (int i = 0; i < 4 && local + i < rows; ++i) {
+      const float4 other = quad(w.halves + (local + i) * PITCH + column);
+      const float sum[4] = {dq[i][0] + other.x, dq[i][1] + other.y, dq[i][2] + other.z, dq[i][3] + other.w};
+      put_quad(dst + static_cast<i64>(local + i) * pitch + column, sum, scale);
     }
   }
 };
 
 }  // namespace rl
 
-// out, and lse[B, H, T]: the natural log-sum-exp of each row's scaled scores.  Grid B · H, 256 threads.
-extern "C" __global__ void __launch_bounds__(256)
+// out, and lse[B, H, T]: the natural log-sum-exp of each row's scaled scores.  Grid B · H, 512 threads.
+extern "C" __global__ void __launch_bounds__(512)
     attention_forward_float(const float* q, const float* k, const float* v, float* out, float* lse, int T, int H, int share,
                             int q_pitch, int kv_pitch, int out_pitch, float scale) {
   using namespace rl;
   float *const q_tile = shared_floats(), *const k_tile = q_tile + TILE, *const v_tile = k_tile + TILE;
   const int sample = blockIdx.x / H, head = blockIdx.x % H;
   const i64 first = static_cast<i64>(sample) * T;
-  load_rows(q_tile, q + first * q_pitch + head * D, q_pitch, T);
-  load_rows(k_tile, k + first * kv_pitch + head / share * D, kv_pitch, T);
-  load_rows(v_tile, v + first * kv_pitch + head / share * D, kv_pitch, T);
+  load_rows<512>(q_tile, q + first * q_pitch + head * D, q_pitch, T);
+  load_rows<512>(k_tile, k + first * kv_pitch + head / share * D, kv_pitch, T);
+  load_rows<512>(v_tile, v + first * kv_pitch + head / share * D, kv_pitch, T);
   __syncthreads();
   const Lane lane;
   const int warp = threadIdx.x / WARP, row = warp * GROUP + lane.row;
   if (warp * GROUP >= T) return;
   float* const square = v_tile + TILE + warp * SQUARE + lane.row * SPAN;
-  float s[ROWS][8], sums[ROWS][4] = {}, sum[ROWS] = {}, largest[ROWS];
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) largest[i] = HIDDEN;
+  float s[4][8], sums[4][4] = {}, sum[4] = {}, largest[4] = {HIDDEN, HIDDEN, HIDDEN, HIDDEN};
   for (int start = 0; start < (warp + 1) * GROUP; start += BLOCK) {
     scores(s, q_tile + row * PITCH, k_tile + (start + lane.column) * PITCH);
     soften(s, largest, sum, sums, row - start - lane.column, scale * LOG2E);
@@ -250,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(256)
     mix(sums, square, v_tile + start * PITCH + 4 * lane.column, last < BLOCK ? last : BLOCK);
   }
 #pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const float total = sum_of_columns(sum[i]);
     const int t = row + 4 * i;
     if (t >= T) continue;
@@ -266,29 +268,40 @@ extern "C" __global__ void __launch_bounds__(256)
                              const float* lse, float* dq, float* dk, float* dv, rl::i64 part, int T, int H, int share,
                              int q_pitch, int kv_pitch, int out_pitch, int dq_pitch, int dkv_pitch, float scale) {
   using namespace rl;
+  constexpr int THREADS = BACKWARD_WARPS * WARP;
   const Window w;
   const int sample = blockIdx.x / H, head = blockIdx.x % H, group = head / share;
   const i64 first = static_cast<i64>(sample) * T;
-  load_rows(w.q, q + first * q_pitch + head * D, q_pitch, T);
-  load_rows(w.k, k + first * kv_pitch + group * D, kv_pitch, T);
-  load_rows(w.v, v + first * kv_pitch + group * D, kv_pitch, T);
-  load_rows(w.d_out, d_out + first * out_pitch + head * D, out_pitch, T);
+  load_rows<THREADS>(w.q, q + first * q_pitch + head * D, q_pitch, T);
+  load_rows<THREADS>(w.k, k + first * kv_pitch + group * D, kv_pitch, T);
+  load_rows<THREADS>(w.v, v + first * kv_pitch + group * D, kv_pitch, T);
+  load_rows<THREADS>(w.d_out, d_out + first * out_pitch + head * D, out_pitch, T);
   __syncthreads();
   load_statistics(w, out + first * out_pitch + head * D, out_pitch, lse + static_cast<i64>(blockIdx.x) * T, T);
   __syncthreads();
   const Lane lane;
-  const int warp = threadIdx.x / WARP, key = warp * GROUP + lane.row;
+  const int warp = threadIdx.x / WARP, groups = ceil_div(T, GROUP);
   float* const square = w.squares + warp * SQUARE + lane.row * SPAN;
-  KeySums sums;
+  KeySums sums[TURNS];
   for (int start = 0; start < T; start += BLOCK) {
+    const int seen = groups < (start + BLOCK) / GROUP ? groups : (start + BLOCK) / GROUP;  // groups of keys up to here
     QuerySums queries;
-    if (warp * GROUP < start + BLOCK) turn(w, sums, square, key, start, scale * LOG2E);  // keys up to here
-    __syncthreads();
-    queries.add(w, start + BLOCK);
-    __syncthreads();
+#pragma unroll
+    for (int n = 0; n < TURNS; ++n) {
+      const int before = n * BACKWARD_WARPS;
+      if (before >= seen) continue;
+      if (before + warp < seen) turn(w, sums[n], square, (before + warp) * GROUP + lane.row, start, scale * LOG2E);
+      __syncthreads();
+      queries.take(w, before * GROUP, seen - before < BACKWARD_WARPS ? seen - before : BACKWARD_WARPS);
+      __syncthreads();
+    }
     queries.write(w, dq + (first + start) * dq_pitch + head * D, dq_pitch, T - start, scale);
-    __syncthreads();
   }
-  const i64 at = (first + key) * dkv_pitch + head % share * part + group * D + 4 * lane.column;
-  sums.write(dk + at, dv + at, dkv_pitch, T - key, scale);
+  const i64 to = first * dkv_pitch + head % share * part + group * D + 4 * lane.column;
+#pragma unroll
+  for (int n = 0; n < TURNS; ++n) {
+    const int key = (n * BACKWARD_WARPS + warp) * GROUP + lane.row;
+    const i64 at = to + static_cast<i64>(key) * dkv_pitch;
+    sums[n].write(dk + at, dv + at, dkv_pitch, T - key, scale);
+  }
 }
