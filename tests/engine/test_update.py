@@ -31,10 +31,12 @@ def test_equals_clip_and_adamw_of_pytorch():
     flat, update = flat_and_update(steps=20)
     for step in range(20):
         torch.manual_seed(step)
-        gradients = {name: torch.randn_like(p) for name, p in reference.named_parameters()}
+        size = 1.0 if step % 2 else 0.03  # what is shorter than the clip stays as it is
+        gradients = {name: size * torch.randn_like(p) for name, p in reference.named_parameters()}
         for name, parameter in reference.named_parameters():
             parameter.grad = gradients[name].clone()
         norm = nn.utils.clip_grad_norm_(reference.parameters(), CONFIG.clip)
+        assert (norm > CONFIG.clip) == bool(step % 2)
         rate = learning_rate(CONFIG, step, step / 20)
         set_learning_rate(optimizer, rate)
         optimizer.step()
