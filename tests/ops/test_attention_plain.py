@@ -76,7 +76,7 @@ class Plain:
 CASES = [
     Plain(T=256, H=3, G=3, D=32, grid=2, seed=1),  # a thread block takes several units, there and back
     Plain(T=240, H=4, G=1, D=32, grid=2, stages=8, parts=2, seed=2, late=True),
-    Plain(T=330, H=1, G=1, D=32, grid=2, stages=5, seed=3, late=True),
+    Plain(T=330, H=2, G=2, D=32, groups=3, grid=2, stages=5, seed=3, late=True),
     Plain(T=330, H=2, G=1, D=64, groups=3, grid=2, seed=4),
     Plain(T=200, H=2, G=1, D=64, groups=3, parts=2, seed=5, late=True),
     Plain(T=37, H=2, G=2, D=64, grid=1, seed=6),

@@ -27,8 +27,13 @@ class Launch(NamedTuple):
 
     def smem(self, D: int, own: int, stats: bool = False) -> int:
         """Bytes of shared memory of a thread block whose warpgroups own `own` tiles: the sums of cuda/plain.cuh."""
-        tile, barriers = 128 * D, 2 * self.stages + 2 * self.groups
+        tile, barriers = 128 * D, 2 * self.stages + 4 * self.groups
         return 2 * (self.stages + self.groups * own) * tile + 512 * stats * self.stages + 8 * barriers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: of its warpgroups, and a warp (a warpgroup beside three) that copies."""
+        return 128 * self.groups + (128 if self.groups == 3 else 32)
 
     def units(self, T: int) -> int:
         """Units of a head."""
@@ -45,7 +50,7 @@ class Launches(NamedTuple):
 
 SHORT, CACHED = 256, 42_000_000  # positions; bytes
 LAUNCHES = {
-    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(2, 8, 2)),
+    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(3, 8, 1)),
     64: Launches(Launch(2, 5, 2), Launch(3, 5, 1), Launch(3, 7, 1)),
 }
 
@@ -125,7 +130,7 @@ def forward(
         units, hopper.pitch("out", out_BTHD), scale,
     )  # fmt: skip
     kernel = _kernel("plain_forward", launch, q_BTHD, _FORWARD_KINDS)
-    kernel.launch(_grid(launch, units, q_BTHD.device), 128 * launch.groups, launch.smem(D, 1), arguments)
+    kernel.launch(_grid(launch, units, q_BTHD.device), launch.threads, launch.smem(D, 1), arguments)
 
 
 def backward(
@@ -201,7 +206,7 @@ class _Pass:
             self.rows(zero), self.scale,
         )  # fmt: skip
         kernel = _kernel("plain_queries", launch, self.q_BTHD, _QUERY_KINDS, self.column_sums is not None)
-        kernel.launch(_grid(launch, units, self.q_BTHD.device), 128 * launch.groups, launch.smem(D, 3), arguments)
+        kernel.launch(_grid(launch, units, self.q_BTHD.device), launch.threads, launch.smem(D, 3), arguments)
 
     def keys(self, *, zero: bool) -> None:
         """dK and dV."""
@@ -219,7 +224,7 @@ class _Pass:
         )  # fmt: skip
         kernel = _kernel("plain_keys", launch, self.q_BTHD, _KEY_KINDS, self.column_sums is not None)
         kernel.launch(
-            _grid(launch, units, self.q_BTHD.device), 128 * launch.groups, launch.smem(D, 2, stats=True), arguments
+            _grid(launch, units, self.q_BTHD.device), launch.threads, launch.smem(D, 2, stats=True), arguments
         )
         if parts > 1:
             hopper.sum_groups((heads[0], heads[1]), (self.dk_BTGD, self.dv_BTGD), parts, pitch)

@@ -2,8 +2,9 @@
 //
 // A unit is GROUPS neighbouring row blocks of one head, a block for each warpgroup of a persistent thread block. What the
 // blocks meet on their way, a pair of tiles after the other, streams through a ring in shared memory that all warpgroups of
-// the thread block read, each at its own pace; what belongs to a warpgroup's block is copied a unit ahead. No product has
-// an operand that other warps computed: probabilities and their gradients go from accumulators to operands in registers.
+// the thread block read, each at its own pace; what belongs to a warpgroup's block is there twice, for a unit and the next.
+// A warp of its own starts all copies: that takes a thread longer than a square takes a warpgroup. No product has an
+// operand that other warps computed: probabilities and their gradients go from accumulators to operands in registers.
 //
 // Units take turns there and back, so that a thread block that had a long one of a head's units gets a short one next.
 #pragma once
@@ -11,10 +12,17 @@
 
 namespace rl {
 
-constexpr int GROUPS = WARPGROUPS, THREADS = 128 * GROUPS, STAGES = RING_STAGES, PAIR = 2 * TILE;
-// One thread fills the ring AHEAD tiles ahead of its warpgroup; the other groups may be LAG tiles behind before it waits.
-constexpr int LAG = STAGES > 5 ? 2 : 1, AHEAD = STAGES - 1 - LAG;
-static_assert(AHEAD > 0, "the ring is too short");
+constexpr int GROUPS = WARPGROUPS, STAGES = RING_STAGES, PAIR = 2 * TILE;
+// With three warpgroups a whole one starts the copies, and leaves its registers to them.
+constexpr bool UNEVEN = GROUPS == 3;
+constexpr int THREADS = 128 * GROUPS + (UNEVEN ? 128 : WARP);
+
+// Registers as many as there are for the warps of a launch. (A bound of threads would count whole warpgroups.)
+#if WARPGROUPS == 3 || defined(RL_EMULATED)
+#define RL_BOUNDS __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
+#else
+#define RL_BOUNDS __maxnreg__(65536 / (BLOCKS_PER_PROCESSOR * rl::THREADS) / 8 * 8)
+#endif
 
 RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
 
@@ -23,7 +31,7 @@ template <int OWN, bool STATS>
 struct Place {
   static constexpr int OWN_AT = STAGES * PAIR, OWN_BYTES = OWN * TILE, STATS_AT = OWN_AT + 2 * GROUPS * OWN_BYTES;
   static constexpr int STATS_BYTES = 64 * 8, BARRIERS_AT = STATS_AT + (STATS ? STAGES * STATS_BYTES : 0);
-  static constexpr int BARRIERS = 2 * STAGES + 2 * GROUPS, BYTES = BARRIERS_AT + 8 * BARRIERS;
+  static constexpr int BARRIERS = 2 * STAGES + 4 * GROUPS, BYTES = BARRIERS_AT + 8 * BARRIERS;
   u32 smem;
   int group, warp, lane;
 
@@ -32,17 +40,18 @@ struct Place {
         lane(static_cast<int>(threadIdx.x & 31)) {}
   RL_D u32 full(u32 tile) const { return smem + BARRIERS_AT + 8 * (tile % STAGES); }
   RL_D u32 empty(u32 tile) const { return smem + BARRIERS_AT + 8 * (STAGES + tile % STAGES); }
-  RL_D u32 own_full(int round) const { return smem + BARRIERS_AT + 8 * (2 * STAGES + 2 * group + (round & 1)); }
+  RL_D u32 own_full(int group, int round) const { return smem + BARRIERS_AT + 8 * (2 * STAGES + 2 * group + (round & 1)); }
+  RL_D u32 own_empty(int group, int round) const { return own_full(group, round) + 8 * (2 * GROUPS); }
   RL_D u32 pair(u32 tile) const { return smem + tile % STAGES * PAIR; }
   RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STAGES * STATS_BYTES; }
-  RL_D u32 own(int round) const { return smem + OWN_AT + (2 * group + (round & 1)) * OWN_BYTES; }
-  RL_D bool fills() const { return group == 0 && leads(); }
-  RL_D bool leads() const { return warp == 0 && lane == 0; }
+  RL_D u32 own(int group, int round) const { return smem + OWN_AT + (2 * group + (round & 1)) * OWN_BYTES; }
+  RL_D bool copies() const { return group == GROUPS; }
 
   RL_D void start() const {
     if (threadIdx.x == 0) {
       for (int b = 0; b < BARRIERS; ++b)
-        barrier_init(smem + BARRIERS_AT + 8 * b, b >= STAGES && b < 2 * STAGES ? 4 * GROUPS : 1);
+        barrier_init(smem + BARRIERS_AT + 8 * b,
+                     b >= STAGES && b < 2 * STAGES ? 4 * GROUPS : b >= 2 * STAGES + 2 * GROUPS ? 4 : 1);
       barrier_init_fence();
       fence_async();
     }
@@ -51,16 +60,42 @@ struct Place {
     sync_block();
   }
   RL_D void wait_full(u32 tile) const { barrier_wait(full(tile), tile / STAGES & 1); }
-  RL_D void wait_own(int round) const { barrier_wait(own_full(round), round >> 1 & 1); }
+  RL_D void wait_own(int round) const { barrier_wait(own_full(group, round), round >> 1 & 1); }
   // Before a tile is copied to the place of the one STAGES before it.
   RL_D void wait_empty(u32 tile) const {
     if (tile >= STAGES) barrier_wait(empty(tile), (tile / STAGES - 1) & 1);
+  }
+  RL_D void wait_own_empty(int group, int round) const {
+    if (round >= 2) barrier_wait(own_empty(group, round), ((round >> 1) - 1) & 1);
   }
   RL_D void release(u32 tile) const {  // by one lane of each warp, once all of its products with the tile are done
     sync_warp();
     if (lane == 0) barrier_arrive(empty(tile));
   }
+  RL_D void release_own(int round) const {
+    sync_warp();
+    if (lane == 0) barrier_arrive(own_empty(group, round));
+  }
 };
+// A unit's number by head and block, the longest block 0: where rounds are few, all of the longest first, so that sums come
+// out even; otherwise a head's units one after the other, so that what they read is in the cache.
+struct Turn {
+  int whose, block;
+  RL_D Turn(int number, int blocks, int units) {
+    const int heads = units / blocks;
+    const bool by_length = units < 8 * static_cast<int>(gridDim.x);
+    whose = by_length ? number % heads : number / blocks, block = by_length ? number / heads : number % blocks;
+  }
+};
+
+// Registers for those that compute.
+RL_D void share_registers(bool copies) {
+  if (!UNEVEN) return;
+  if (copies)
+    registers_down<24>();
+  else
+    registers_up<160>();
+}
 
 // The thread block's unit in a round, or one beyond the last.
 RL_D int unit_in(int round) {

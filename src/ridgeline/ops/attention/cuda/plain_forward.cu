@@ -35,13 +35,6 @@ RL_D void exponentiate(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float
   x.sum[0] += sum[0], x.sum[1] += sum[1];
 }
 
-RL_D void load_queries(const Arguments& a, const Here& p, int round) {  // one thread
-  const int number = unit_in(round);
-  if (number >= a.units) return;
-  const Unit unit(a, number);
-  barrier_expect(p.own_full(round), TILE);
-  copy_4d(p.own(round), a.q, 0, unit.index, 64 * unit.block(p.group, round), unit.batch, p.own_full(round));
-}
 // The end of a query block: log-sum-exp and output.
 RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int i, Softmax& x, const float (&o)[D / 2]) {
   float share[2];
@@ -61,29 +54,22 @@ RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int i, Sof
 
 RL_D void run(const Arguments& a, const Here& p) {
   const float scale = a.scale * LOG2_E;
-  KeyStream<Arguments, Here> stream;
-  if (p.leads()) load_queries(a, p, 0);
-  if (p.fills()) stream.fill(a, p, AHEAD);
-  sync_warp();
   float s[32], o[D / 2];
   u32 pairs[16], tile = 0;
 #pragma unroll 1
   for (int round = 0; unit_in(round) < a.units; ++round) {
     const Unit unit(a, unit_in(round));
     const int i = unit.block(p.group, round);
-    named_barrier<128>(1 + p.group);  // all are done with the queries of the unit before
-    if (p.leads()) load_queries(a, p, round + 1);
-    sync_warp();
+    const u32 queries = operand_at(p.own(p.group, round));
     Softmax x{{NOTHING, NOTHING}, {0.f, 0.f}};
     p.wait_own(round);
 #pragma unroll 1
     for (int j = unit.top; j >= 0; --j, ++tile) {
       p.wait_full(tile);
-      const bool seen = j <= i && i < a.blocks;
-      if (seen) {
+      if (j <= i && i < a.blocks) {
         const u32 keys = operand_at(p.pair(tile));
         wgmma_fence();
-        multiply_tiles(s, operand_at(p.own(round)), keys, true);
+        multiply_tiles(s, queries, keys, true);
         wgmma_commit();
         wgmma_wait<0>();
         wgmma_touch(s);
@@ -101,11 +87,10 @@ RL_D void run(const Arguments& a, const Here& p) {
       } else {
         p.release(tile);
       }
-      if (p.fills()) stream.fill(a, p, tile + 1 + AHEAD);
-      sync_warp();
     }
     wgmma_wait<0>();
     wgmma_touch(o);
+    p.release_own(round);
     if (i < a.blocks) {
       p.release(tile - 1);
       finish(a, p, unit, i, x, o);
@@ -117,7 +102,7 @@ RL_D void run(const Arguments& a, const Here& p) {
 
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D.
-extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
+extern "C" __global__ void RL_BOUNDS
     attention_plain_forward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                             const __grid_constant__ rl::TensorMap v, rl::u16* o, float* lse, int T, int heads,
                             int heads_per_group, int units, int o_pitch, float scale) {
@@ -125,5 +110,12 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCES
   const Arguments a{&q, &k, &v, o, lse, T, ceil_div(T, 64), heads, heads_per_group, units, o_pitch, scale};
   const Here p;
   p.start();
-  run(a, p);
+  share_registers(p.copies());
+  if (!p.copies())
+    run(a, p);
+  else if (p.warp == 0 && p.lane == 0)
+    copy_all(a, p, [&](const Unit& unit, int row, u32 to, u32 barrier) {
+      barrier_expect(barrier, TILE);
+      copy_4d(to, a.q, 0, unit.index, row, unit.batch, barrier);
+    });
 }

@@ -18,47 +18,42 @@ struct Unit {
   int part, first_head, batch, group, first;  // part: its number among those of all samples and key heads
   RL_D Unit(const Arguments& a, int number) {
     const int blocks = ceil_div(a.blocks, GROUPS), head_parts = a.heads / a.heads_per_part;
-    first = GROUPS * (number % blocks), part = number / blocks, batch = part / head_parts;
+    const Turn turn(number, blocks, a.units);
+    first = GROUPS * turn.block, part = turn.whose, batch = part / head_parts;
     first_head = (part - batch * head_parts) * a.heads_per_part, group = (part - batch * head_parts) / a.parts;
   }
   // The key block of a warpgroup: a longer and a shorter one in turn. One that does not exist sees nothing.
   RL_D int block(int warpgroup, int round) const { return first + (warpgroup + round) % GROUPS; }
 };
 
-struct QueryStream {  // of the thread that fills the ring
-  u32 count = 0;
-  int round = 0, i = 0, head = 0, last_head = 0, first = 0, batch = 0;  // head: of the sample
-  RL_D void fill(const Arguments& a, const Here& p, u32 end) {
-    for (; count < end; ++count, ++i) {
-      if (i == a.blocks) i = first, ++head;
-      if (head == last_head) {
-        const int number = unit_in(round++);
-        if (number >= a.units) {
-          i = a.blocks, --head;  // and so the next time
-          return;
-        }
-        const Unit unit(a, number);
-        i = first = unit.first, head = unit.first_head, last_head = head + a.heads_per_part, batch = unit.batch;
-      }
-      p.wait_empty(count);
-      const u32 to = p.pair(count), barrier = p.full(count);
-      barrier_expect(barrier, PAIR + Here::STATS_BYTES);
-      copy_4d(to, a.q, 0, head, 64 * i, batch, barrier);
-      copy_4d(to + TILE, a.d_o, 0, head, 64 * i, batch, barrier);
-      copy_2d(p.stats(count), a.stats, 256 * i, batch * a.heads + head, barrier);
+// Starts the copies of all units: keys with their values for the warpgroups, and queries with all that belongs to them. A
+// thread.
+RL_D void copy_all(const Arguments& a, const Here& p) {
+  u32 tile = 0;
+#pragma unroll 1
+  for (int round = 0; unit_in(round) < a.units; ++round) {
+    const Unit unit(a, unit_in(round));
+#pragma unroll 1
+    for (int group = 0; group < GROUPS; ++group) {
+      p.wait_own_empty(group, round);
+      const u32 to = p.own(group, round), barrier = p.own_full(group, round);
+      const int row = 64 * unit.block(group, round);
+      barrier_expect(barrier, 2 * TILE);
+      copy_4d(to, a.k, 0, unit.group, row, unit.batch, barrier);
+      copy_4d(to + TILE, a.v, 0, unit.group, row, unit.batch, barrier);
     }
+#pragma unroll 1
+    for (int head = unit.first_head; head < unit.first_head + a.heads_per_part; ++head)
+#pragma unroll 1
+      for (int i = unit.first; i < a.blocks; ++i, ++tile) {
+        p.wait_empty(tile);
+        const u32 to = p.pair(tile), barrier = p.full(tile);
+        barrier_expect(barrier, PAIR + Here::STATS_BYTES);
+        copy_4d(to, a.q, 0, head, 64 * i, unit.batch, barrier);
+        copy_4d(to + TILE, a.d_o, 0, head, 64 * i, unit.batch, barrier);
+        copy_2d(p.stats(tile), a.stats, 256 * i, unit.batch * a.heads + head, barrier);
+      }
   }
-};
-
-RL_D void load_own(const Arguments& a, const Here& p, int round) {  // one thread
-  const int number = unit_in(round);
-  if (number >= a.units) return;
-  const Unit unit(a, number);
-  const int row = 64 * unit.block(p.group, round);
-  const u32 to = p.own(round), barrier = p.own_full(round);
-  barrier_expect(barrier, 2 * TILE);
-  copy_4d(to, a.k, 0, unit.group, row, unit.batch, barrier);
-  copy_4d(to + TILE, a.v, 0, unit.group, row, unit.batch, barrier);
 }
 // P and dS of a square from S and dP, packed along columns. stats: log-sum-exp and delta of each column's query.
 RL_D void differentiate(u32 (&pairs_p)[16], u32 (&pairs_ds)[16], const float (&s)[32], const float (&dp)[32], u32 stats,
@@ -97,29 +92,31 @@ RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int j, con
   }
 }
 
+// Whether a square's scores begin while the products before them still run: where there are registers for both.
+constexpr bool AHEAD = UNEVEN && D == 32;
+RL_D void end_products(const Here& p, float (&dk)[D / 2], float (&dv)[D / 2], bool any, u32 tile) {
+  if (!AHEAD) wgmma_wait<0>();
+  wgmma_touch(dk);
+  wgmma_touch(dv);
+  if (any) p.release(tile);
+}
+
 RL_D void run(const Arguments& a, const Here& p) {
   const float scale = a.scale * LOG2_E;
 #if RL_COLUMN_SUMS
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
   float* sums = start_column_sums(a.column_sums, p, a.sum_rows, width, a.heads * D, width) + a.heads * D;
 #endif
-  QueryStream stream;
-  if (p.leads()) load_own(a, p, 0);
-  if (p.fills()) stream.fill(a, p, AHEAD);
-  sync_warp();
   float s[32], dp[32], dk[D / 2], dv[D / 2];
   u32 pairs_p[16], pairs_ds[16], tile = 0;
 #pragma unroll 1
   for (int round = 0; unit_in(round) < a.units; ++round) {
     const Unit unit(a, unit_in(round));
     const int j = unit.block(p.group, round);
-    named_barrier<128>(1 + p.group);  // all are done with the keys of the unit before
-    if (p.leads()) load_own(a, p, round + 1);
-    sync_warp();
     bool fresh = true;
     u32 held = 0;  // the tile whose products are under way, unless fresh
     p.wait_own(round);
-    const u32 keys = operand_at(p.own(round));
+    const u32 keys = operand_at(p.own(p.group, round));
 #pragma unroll 1
     for (int h = 0; h < a.heads_per_part; ++h)
 #pragma unroll 1
@@ -127,10 +124,7 @@ RL_D void run(const Arguments& a, const Here& p) {
         p.wait_full(tile);
         if (i >= j) {
           const u32 queries = operand_at(p.pair(tile));
-          wgmma_wait<0>();  // before the scores begin, whose registers they need
-          wgmma_touch(dk);
-          wgmma_touch(dv);
-          if (!fresh) p.release(held);
+          if (!AHEAD) end_products(p, dk, dv, !fresh, held);
           wgmma_fence();
           multiply_tiles(s, keys, queries, true);
           multiply_tiles(dp, keys + units(TILE), queries + units(TILE), true);
@@ -138,6 +132,7 @@ RL_D void run(const Arguments& a, const Here& p) {
           wgmma_wait<0>();
           wgmma_touch(s);
           wgmma_touch(dp);
+          if (AHEAD) end_products(p, dk, dv, !fresh, held);
           if (i == j) mask_past(s, p.warp, p.lane);
           differentiate(pairs_p, pairs_ds, s, dp, p.stats(tile), scale, p.lane);
           wgmma_fence();
@@ -148,12 +143,11 @@ RL_D void run(const Arguments& a, const Here& p) {
         } else {
           p.release(tile);
         }
-        if (p.fills()) stream.fill(a, p, tile + 1 + AHEAD);
-        sync_warp();
       }
     wgmma_wait<0>();
     wgmma_touch(dk);
     wgmma_touch(dv);
+    p.release_own(round);
     if (j < a.blocks) {
       p.release(held);
       finish(a, p, unit, j, dk, dv);
@@ -170,7 +164,7 @@ RL_D void run(const Arguments& a, const Here& p) {
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D; of the rows' statistics as (B · heads, 256 · ceil(T / 64)) of 16 bits with boxes of 1 × 256.
 // column_sums: (sum_rows, (heads + 2 · groups) · D), the columns of dK and dV.
-extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
+extern "C" __global__ void RL_BOUNDS
     attention_plain_keys(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                          const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
                          const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts,
@@ -181,5 +175,9 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCES
                     parts, units, kv_pitch, sum_rows, scale};
   const Here p;
   p.start();
-  run(a, p);
+  share_registers(p.copies());
+  if (!p.copies())
+    run(a, p);
+  else if (p.warp == 0 && p.lane == 0)
+    copy_all(a, p);
 }

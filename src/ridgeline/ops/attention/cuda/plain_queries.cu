@@ -16,18 +16,6 @@ struct Arguments {
 using Here = Place<3, false>;
 constexpr int D_O = TILE, O = 2 * TILE;  // of a warpgroup's own tiles, after Q
 
-RL_D void load_own(const Arguments& a, const Here& p, int round) {  // one thread
-  const int number = unit_in(round);
-  if (number >= a.units) return;
-  const Unit unit(a, number);
-  const int row = 64 * unit.block(p.group, round);
-  const u32 to = p.own(round), barrier = p.own_full(round);
-  barrier_expect(barrier, 3 * TILE);
-  copy_4d(to, a.q, 0, unit.index, row, unit.batch, barrier);
-  copy_4d(to + D_O, a.d_o, 0, unit.index, row, unit.batch, barrier);
-  copy_4d(to + O, a.o, 0, unit.index, row, unit.batch, barrier);
-}
-
 // What belongs to the two rows of a thread. Rows beyond the last have probabilities of nothing.
 struct Rows {
   float lse[2], delta[2];
@@ -70,12 +58,16 @@ RL_D void differentiate(u32 (&pairs)[16], const float (&s)[32], const float (&dp
     }
 }
 
+// Whether a square's scores begin while the product before them still runs: where there are registers for both.
+constexpr bool AHEAD = UNEVEN;
+RL_D void end_products(const Here& p, float (&dq)[D / 2], bool any, u32 tile) {
+  if (!AHEAD) wgmma_wait<0>();
+  wgmma_touch(dq);
+  if (any) p.release(tile);
+}
+
 RL_D void run(const Arguments& a, const Here& p) {
   const float scale = a.scale * LOG2_E;
-  KeyStream<Arguments, Here> stream;
-  if (p.leads()) load_own(a, p, 0);
-  if (p.fills()) stream.fill(a, p, AHEAD);
-  sync_warp();
   float s[32], dp[32], dq[D / 2];
   u32 pairs[16], tile = 0;
   Rows next;
@@ -88,10 +80,7 @@ RL_D void run(const Arguments& a, const Here& p) {
   for (int round = 0; unit_in(round) < a.units; ++round) {
     const Unit unit(a, unit_in(round));
     const int i = unit.block(p.group, round);
-    const u32 own = p.own(round);
-    named_barrier<128>(1 + p.group);  // all are done with the queries of the unit before
-    if (p.leads()) load_own(a, p, round + 1);
-    sync_warp();
+    const u32 own = p.own(p.group, round);
     Rows rows = next;
     next.load(a, p, round + 1);
     p.wait_own(round);
@@ -101,6 +90,7 @@ RL_D void run(const Arguments& a, const Here& p) {
       p.wait_full(tile);
       if (j <= i && i < a.blocks) {
         const u32 keys = operand_at(p.pair(tile)), queries = operand_at(own);
+        if (!AHEAD) end_products(p, dq, j < i, tile - 1);
         wgmma_fence();
         multiply_tiles(s, queries, keys, true);
         multiply_tiles(dp, queries + units(D_O), keys + units(TILE), true);
@@ -108,8 +98,7 @@ RL_D void run(const Arguments& a, const Here& p) {
         wgmma_wait<0>();
         wgmma_touch(s);
         wgmma_touch(dp);
-        wgmma_touch(dq);
-        if (j < i) p.release(tile - 1);
+        if (AHEAD) end_products(p, dq, j < i, tile - 1);
         if (j == i) mask_future(s, p.warp, p.lane);
         differentiate(pairs, s, dp, rows, scale);
         wgmma_fence();
@@ -118,11 +107,10 @@ RL_D void run(const Arguments& a, const Here& p) {
       } else {
         p.release(tile);
       }
-      if (p.fills()) stream.fill(a, p, tile + 1 + AHEAD);
-      sync_warp();
     }
     wgmma_wait<0>();
     wgmma_touch(dq);
+    p.release_own(round);
     if (i < a.blocks) {
       p.release(tile - 1);
       const int at = 64 * i + 16 * p.warp;
@@ -140,7 +128,7 @@ RL_D void run(const Arguments& a, const Here& p) {
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D. stats: (B, heads, 64 · ceil(T / 64)) pairs. column_sums: (sum_rows, (heads + 2 · groups) · D), the columns
 // of dQ.
-extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCESSOR)
+extern "C" __global__ void RL_BOUNDS
     attention_plain_queries(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                             const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
                             const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats,
@@ -151,5 +139,14 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, BLOCKS_PER_PROCES
                     q_pitch, sum_rows, scale};
   const Here p;
   p.start();
-  run(a, p);
+  share_registers(p.copies());
+  if (!p.copies())
+    run(a, p);
+  else if (p.warp == 0 && p.lane == 0)
+    copy_all(a, p, [&](const Unit& unit, int row, u32 to, u32 barrier) {
+      barrier_expect(barrier, 3 * TILE);
+      copy_4d(to, a.q, 0, unit.index, row, unit.batch, barrier);
+      copy_4d(to + D_O, a.d_o, 0, unit.index, row, unit.batch, barrier);
+      copy_4d(to + O, a.o, 0, unit.index, row, unit.batch, barrier);
+    });
 }

@@ -9,9 +9,10 @@ struct Unit {
   int head, batch, index, top;  // top: the last key block that one of them sees
   template <typename Arguments>
   RL_D Unit(const Arguments& a, int number) {
-    const int parts = ceil_div(a.blocks, GROUPS), part = parts - 1 - number % parts;
-    head = number / parts, batch = head / a.heads, index = head - batch * a.heads;
-    first = GROUPS * part, top = first + GROUPS < a.blocks ? first + GROUPS - 1 : a.blocks - 1;
+    const int blocks = ceil_div(a.blocks, GROUPS);
+    const Turn turn(number, blocks, a.units);
+    head = turn.whose, batch = head / a.heads, index = head - batch * a.heads;
+    first = GROUPS * (blocks - 1 - turn.block), top = first + GROUPS < a.blocks ? first + GROUPS - 1 : a.blocks - 1;
   }
   // The query block of a warpgroup: a longer and a shorter one in turn. One that does not exist sees nothing.
   RL_D int block(int group, int round) const { return first + (group + round) % GROUPS; }
@@ -20,25 +21,28 @@ struct Unit {
   int first;
 };
 
-template <typename Arguments, typename Place>
-struct KeyStream {  // of the thread that fills the ring
-  u32 count = 0;
-  int round = 0, j = -1, batch = 0, group = 0;
-  RL_D void fill(const Arguments& a, const Place& p, u32 end) {
-    for (; count < end; ++count, --j) {
-      if (j < 0) {
-        const int number = unit_in(round++);
-        if (number >= a.units) return;
-        const Unit unit(a, number);
-        j = unit.top, batch = unit.batch, group = unit.index / a.heads_per_group;
-      }
-      p.wait_empty(count);
-      const u32 to = p.pair(count), barrier = p.full(count);
+// Starts the copies of all units: what belongs to the warpgroups' blocks by `load_own`, and keys with their values. A thread.
+template <typename Arguments, typename Place, typename LoadOwn>
+RL_D void copy_all(const Arguments& a, const Place& p, LoadOwn load_own) {
+  u32 tile = 0;
+#pragma unroll 1
+  for (int round = 0; unit_in(round) < a.units; ++round) {
+    const Unit unit(a, unit_in(round));
+#pragma unroll 1
+    for (int group = 0; group < GROUPS; ++group) {
+      p.wait_own_empty(group, round);
+      load_own(unit, 64 * unit.block(group, round), p.own(group, round), p.own_full(group, round));
+    }
+    const int kv_head = unit.index / a.heads_per_group;
+#pragma unroll 1
+    for (int j = unit.top; j >= 0; --j, ++tile) {
+      p.wait_empty(tile);
+      const u32 to = p.pair(tile), barrier = p.full(tile);
       barrier_expect(barrier, PAIR);
-      copy_4d(to, a.k, 0, group, 64 * j, batch, barrier);
-      copy_4d(to + TILE, a.v, 0, group, 64 * j, batch, barrier);
+      copy_4d(to, a.k, 0, kv_head, 64 * j, unit.batch, barrier);
+      copy_4d(to + TILE, a.v, 0, kv_head, 64 * j, unit.batch, barrier);
     }
   }
-};
+}
 
 }  // namespace rl
