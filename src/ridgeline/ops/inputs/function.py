@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ridgeline.ops.embedding.triton import table_gradient_raw
 from ridgeline.ops.inputs.reference import InputColumns
+from ridgeline.ops.inputs.tables import Shapes, fits, length_of, table_gradients_raw
 from ridgeline.ops.inputs.triton import CATEGORY, NUMBER, ONE, ONE_HOT, PADDING, input_vector_raw
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import sink_of
-
-Shapes = tuple[tuple[int, int], ...]
 
 
 def padded(n: int) -> int:
@@ -49,6 +48,31 @@ def _groups(columns: InputColumns, shapes: Shapes) -> list[tuple[int, int, int, 
             groups.append((table, place, 1, offset))
         offset += shapes[table][1]
     return groups
+
+
+def _table_gradients(
+    dout_NC: Tensor, wide_CW: Tensor, categories_NK: Tensor | None, columns: InputColumns, shapes: Shapes
+) -> list[Tensor]:
+    """The gradient of every table, fp32."""
+    flat = dout_NC.new_empty(length_of(shapes), dtype=torch.float32)
+    tables = [part.view(shape) for part, shape in zip(flat.split([r * w for r, w in shapes]), shapes, strict=True)]
+    embedded = padded(sum(shapes[table][1] for table in columns.tables))
+    if categories_NK is None or not embedded:
+        flat.zero_()
+        return tables
+    dvector_NE = dout_NC @ wide_CW[:, :embedded]
+    if fits(shapes, dout_NC.device, dout_NC.dtype):
+        table_gradients_raw(dvector_NE, categories_NK, columns, shapes, flat)
+        return tables
+    groups = _groups(columns, shapes)
+    if len({table for table, *_ in groups}) < len(shapes):
+        flat.zero_()
+    seen: set[int] = set()
+    for table, first, count, offset in groups:
+        part_NX = dvector_NE[:, offset : offset + count * shapes[table][1]]
+        table_gradient_raw(part_NX, categories_NK[:, first : first + count], tables[table], accumulate=table in seen)
+        seen.add(table)
+    return tables
 
 
 class InputLayer(torch.autograd.Function):
@@ -86,20 +110,7 @@ class InputLayer(torch.autograd.Function):
         fp32_CW = dout_NC.new_empty(ctx.wide_CW.shape, dtype=torch.float32)
         weight_gradient_raw(dout_NC, ctx.vector_NW, fp32_CW, accumulate=False)
         gradients += [fp32_CW[:, : ctx.width], fp32_CW[:, ctx.width]]
-        embedded = padded(sum(ctx.shapes[table][1] for table in ctx.columns.tables))
-        dvector_NE = dout_NC @ ctx.wide_CW[:, :embedded] if embedded else None
-        by_table: dict[int, Tensor] = {}
-        for table, first, count, offset in _groups(ctx.columns, ctx.shapes):
-            assert dvector_NE is not None
-            rows, width = ctx.shapes[table]
-            ids_NK = ctx.categories_NK[:, first : first + count]
-            again = table in by_table
-            if not again:
-                by_table[table] = dout_NC.new_empty((rows, width), dtype=torch.float32)
-            part_NX = dvector_NE[:, offset : offset + count * width]
-            table_gradient_raw(part_NX, ids_NK, by_table[table], accumulate=again)
-        zeros = [dout_NC.new_zeros(shape, dtype=torch.float32) for shape in ctx.shapes]
-        gradients += [by_table.get(table, zeros[table]) for table in range(len(ctx.shapes))]
+        gradients += _table_gradients(dout_NC, ctx.wide_CW, ctx.categories_NK, ctx.columns, ctx.shapes)
         for index, sink in enumerate(ctx.sinks):
             if sink is not None:
                 sink.put(gradients[index])
