@@ -139,7 +139,7 @@ def test_clocks_and_throttling_go_with_the_times(monkeypatch):
             return "580"
 
     monkeypatch.setattr(run, "monitor", lambda device: Watch())
-    monkeypatch.setattr(run, "extremes", lambda load: nvml.extremes([Watch().read()]))
+    monkeypatch.setattr(run, "course", lambda before, load, after: nvml.course(before, [Watch().read()], after))
     record = run_bench(CASE, ["eager"], CPU, Plan(rounds=2, steps=4, phases=0, profile=0))
     assert record.clocks is not None
     assert set(record.clocks) == {"before", "during", "after"}
