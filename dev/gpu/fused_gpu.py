@@ -24,7 +24,7 @@ from ridgeline.models.fused.choices import choose
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
 from ridgeline.ops.mlp import kernels as mlp
-from ridgeline.ops.sink import ATTRIBUTE, GradientSink
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
 D = DecoderConfig
 FAST = D(layers=6, width=256, heads=8, kv_heads=1, mlp_width=512, norm="rmsnorm", bias=False, gelu="tanh")
@@ -198,6 +198,7 @@ def block(name):
         for sink in sinks:
             sink.begin(add=False)
         torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
+        join(sinks)
 
     graphs, first, sums = {}, {}, {}
     for key, (early, changes) in variants(name).items():

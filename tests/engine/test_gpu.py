@@ -144,6 +144,24 @@ def test_nothing_is_allocated_and_one_graph_is_launched(name):
     assert all(count <= 10 * FILLS[part][0] for part, count in found.items()), found
 
 
+@pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256", "hal-5m"])
+def test_gradients_written_beside_each_other_are_autograds(name):
+    case = workload(name, batch=8)
+    case = replace(case, model=replace(case.model, decoder=replace(case.model.decoder, dropout=0.0)))
+    batch = random_batch(case, torch.device("cuda"))
+    plain = build(case.model, impl="fused", seed=1).cuda().bfloat16().train()
+    halves = {key: x.bfloat16() if x.is_floating_point() else x for key, x in batch.items()}
+    plain.loss(halves).backward()
+    step = step_for(case, 10)
+    for _ in range(2):  # the second time where the first one's gradients lie, at other weights
+        step.model.load_state_dict(build(case.model, impl="fused", seed=1).state_dict())
+        step(batch)
+    found = step.flat.views(step.flat.grad)
+    for key, parameter in plain.named_parameters():
+        expected = parameter.grad.float()
+        assert (found[key] - expected).norm() <= 0.01 * expected.norm() + 1e-6, key
+
+
 def test_a_batch_too_large_says_what_needs_how_much_and_a_smaller_one_trains():
     case = workload("gpt2-c256", batch=2048)
     step = step_for(case, 10)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ridgeline.models import Decoder, DecoderConfig, LanguageConfig, LanguageModel
 from ridgeline.models.init import initialise
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.ops.sink import ATTRIBUTE, GradientSink
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
 pytest.importorskip("triton")
 
@@ -115,6 +115,7 @@ def test_sinks_receive_what_autograd_would(name: str) -> None:
             sink.begin(add=repeat == 2)
         grads = torch.autograd.grad(model(x.requires_grad_(), state), list(own.values()), dy, allow_unused=True)
         assert all(gradient is None for gradient in grads)
+        join(list(sinks.values()))
         for key, sink in sinks.items():
             torch.testing.assert_close(sink.target, repeat * expected[key], rtol=1e-5, atol=1e-6, msg=key)
 

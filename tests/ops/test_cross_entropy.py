@@ -7,7 +7,7 @@ from error_budget import DEVICE, DTYPES, compare
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
 from ridgeline.ops.known import is_one, one
-from ridgeline.ops.sink import ATTRIBUTE, GradientSink
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
 pytest.importorskip("triton")
 
@@ -193,7 +193,7 @@ def test_a_weights_gradient_goes_to_its_sink_beside_the_backward_pass(rows: int)
     setattr(weight, ATTRIBUTE, sink)
     for times in (1, 2):
         found, nothing = gradients()
-        sink.join()
+        join([sink])
         assert nothing is None
         assert torch.equal(found, expected_hidden)
         torch.testing.assert_close(sink.target, times * expected_weight.float(), rtol=0.01, atol=1e-5)

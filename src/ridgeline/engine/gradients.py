@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ridgeline.engine.slots import ALIGN, Slot
 from ridgeline.ops import known
-from ridgeline.ops.sink import ATTRIBUTE, GradientSink
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
 
 class Gradients:
@@ -49,8 +49,7 @@ class Gradients:
         Args:
             gradients: in the order of `leaves`, any dtype; None where there is none or its op has written it.
         """
-        for sink in self.sinks:
-            sink.join()
+        join(self.sinks)
         fresh: list[tuple[int, Tensor]] = []
         for index, (sink, gradient) in enumerate(zip(self.sinks, gradients, strict=True)):
             if gradient is None:

@@ -9,13 +9,13 @@ An op may say that what it took is `finished`: the kernel that writes it has bee
 current. A step on several cards then sends it off while the backward pass goes on. An op that never says so is as
 right, its gradient only leaves later.
 
-An op may write on a stream of its own, and say so with `beside`; whoever takes the sink next, and the step before it
-reads the gradients, waits for that stream.
+An op may write on a stream of its own, and say so with `beside`; whoever takes the sink next waits for that stream, and
+so does the step before it reads the gradients, by `join`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,13 +34,14 @@ class GradientSink:
         takes: how often it was taken in this pass.
         finishes: how often it was said to be finished.
         report: called whenever it is said to be finished; None where nobody listens.
+        streams: those that it is written on beside the backward pass, each with what it reads, kept alive until then.
     """
 
     def __init__(self, target: Tensor) -> None:
         self.target, self.add = target, False
         self.takes = self.finishes = 0
         self.report: Callable[[], None] | None = None
-        self._beside: list[tuple[torch.cuda.Stream, tuple[Tensor, ...]]] = []
+        self.streams: dict[torch.cuda.Stream, list[object]] = {}
 
     def begin(self, *, add: bool) -> None:
         """Starts a pass; `add` says whether it adds to what is there."""
@@ -53,20 +54,15 @@ class GradientSink:
 
     def take(self) -> tuple[Tensor, bool]:
         """The target and whether to add to it; a weight that is used twice adds the second time."""
-        self.join()
+        for stream in self.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         add = self.add or self.written
         self.takes += 1
         return self.target, add
 
-    def beside(self, stream: torch.cuda.Stream, *read: Tensor) -> None:
-        """What was taken last is written on `stream`, from tensors that live until somebody has waited for it."""
-        self._beside.append((stream, read))
-
-    def join(self) -> None:
-        """The current stream waits for what is written on others."""
-        for stream, _ in self._beside:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
-        self._beside.clear()
+    def beside(self, stream: torch.cuda.Stream, *read: object) -> None:
+        """What was taken last is written on `stream`; what holds the tensors that are read lives until `join`."""
+        self.streams.setdefault(stream, []).extend(read)
 
     def finished(self) -> None:
         """The write of what was taken last has been launched on the current stream."""
@@ -79,6 +75,14 @@ class GradientSink:
         target, add = self.take()
         target.add_(gradient) if add else target.copy_(gradient)
         self.finished()
+
+
+def join(sinks: Sequence[GradientSink]) -> None:
+    """The current stream waits for all that is written into the sinks on others, and what was read there is let go."""
+    for stream in {stream for sink in sinks for stream in sink.streams}:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
+    for sink in sinks:
+        sink.streams.clear()
 
 
 def sink_of(weight: Tensor) -> GradientSink | None:
