@@ -74,7 +74,7 @@ def shakespeare_fast() -> TrainConfig:
         batch=32,
         optimizer=OptimizerConfig(algorithm="muon", lr=4e-3, warmup=100, betas=(0.9, 0.99), weight_decay=0.1),
         steps=1200,
-        eval_interval=60,
+        eval_interval=80,
         checkpoint_interval=600,
     )
 
