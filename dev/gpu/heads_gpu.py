@@ -229,44 +229,70 @@ def time_heads(impl):
     return r
 
 
-def time_input():
-    torch = start()
+def input_problem(rows):
+    """The input layer of hal-20m on random rows: a function of its weights, which are given too, and dy."""
+    import torch
     from ridgeline.models.fused.policy import input_columns
     from ridgeline.ops.inputs import input_layer
-    from ridgeline.ops.sink import ATTRIBUTE
 
     m, _ = policy(1, torch.bfloat16, "fused", 1)
     g = torch.Generator(device=DEV).manual_seed(0)
     c = m.config
-    ints = lambda highs: torch.stack([torch.randint(v, (N,), generator=g, device=DEV) for v in highs], 1).to(
-        torch.int16
-    )
-    cat, num, prev = (
-        ints([k.rows for k in c.categories for _ in range(k.columns)]),
-        torch.randn(N, c.numbers, device=DEV),
-        ints([k.classes for k in c.heads]),
-    )
-    dy = torch.randn(N, WIDTH, device=DEV, dtype=torch.bfloat16)
-    flat = [m.input.weight, m.input.bias, *m.tables.parameters()]
+    ints = lambda highs: torch.stack([torch.randint(v, (rows,), generator=g, device=DEV) for v in highs], 1).short()
+    cat, prev = ints([k.rows for k in c.categories for _ in range(k.columns)]), ints([k.classes for k in c.heads])
+    num = torch.randn(rows, c.numbers, device=DEV).bfloat16().float()
+    dy = torch.randn(rows, WIDTH, device=DEV, dtype=torch.bfloat16)
+    flat = [w.detach().requires_grad_() for w in (m.input.weight, m.input.bias, *m.tables.parameters())]
+    columns = input_columns(c)
+
+    def layer(weights, impl):
+        return input_layer(cat, num, prev, columns, weights[2:], *weights[:2], impl=impl)
+
+    return layer, flat, dy
+
+
+def check_input():
+    """The input layer against fp64, beside torch in bf16; run to run equality."""
+    torch = start()
+    layer, flat, dy = input_problem(200 if DRY else 65536 + 37)
+
+    def run(impl, dtype):
+        weights = [w.detach().to(dtype).requires_grad_() for w in flat]
+        out = layer(weights, impl)
+        return [out.detach(), *torch.autograd.grad(out, weights, dy.to(dtype))]
+
+    exact, plain = run("reference", torch.float64), run("reference", torch.bfloat16)
+    got, again = (run("triton", torch.bfloat16) for _ in range(2))
+    names = ("out", "weight", "bias", *(f"table {i}" for i in range(len(flat) - 2)))
+    rows = {k: [rel(a, e), rel(p, e)] for k, a, p, e in zip(names, got, plain, exact)}
+    same = all(torch.equal(a, b) for a, b in zip(got, again))
+    print("input vs fp64 (/ torch bf16):", *(f"{k} {a:.1e}/{b:.1e}" for k, (a, b) in rows.items()), "| same:", same)
+    return {"table": rows, "same": same}
+
+
+def time_input():
+    torch = start()
+    from ridgeline.ops.sink import ATTRIBUTE
+
+    layer, flat, dy = input_problem(N)
     sinks_on(flat)
 
     def step():
         for w in flat:
             getattr(w, ATTRIBUTE).begin(add=False)
-        out = input_layer(cat, num, prev, input_columns(c), flat[2:], *flat[:2], impl="triton")
-        torch.autograd.grad(out, flat, dy, allow_unused=True)
+        torch.autograd.grad(layer(flat, "triton"), flat, dy, allow_unused=True)
 
     r = graph_time(step)
     show("input fwd+bwd", r)
     return r
 
 
-JOBS = {
-    "check_heads": check_heads,
-    "check_policy": check_policy,
-    **{f"time_{impl}": (lambda impl=impl: time_heads(impl)) for impl in IMPLS},
-    "time_input": time_input,
-}
+def times():
+    """All times in one process."""
+    return {impl: time_heads(impl) for impl in IMPLS} | {"input": time_input()}
+
+
+JOBS = {"check_heads": check_heads, "check_input": check_input, "check_policy": check_policy, "times": times}
 if __name__ == "__main__":
     os.makedirs(TMP, exist_ok=True)
     if len(sys.argv) > 1 and sys.argv[1] in JOBS:
@@ -276,8 +302,11 @@ if __name__ == "__main__":
             traceback.print_exc()
             sys.exit(1)
         sys.exit()
-    end, found = time.time() + float(sys.argv[1] if len(sys.argv) > 1 else 60), {}
+    which, seconds = (*sys.argv[1:], *("all", "60")[len(sys.argv) - 1 :])
+    end, found = time.time() + float(seconds), {}
     for job in JOBS:
+        if which != "all" and not job.startswith(which):
+            continue
         left = min(end - time.time(), 300 if DRY else 20)
         if left < 3:
             print(f"{job}: no time left", flush=True)
@@ -291,4 +320,4 @@ if __name__ == "__main__":
         print(words[-2200:] if code == 0 else f"FAILED {job}: {words[-900:]}", flush=True)
         if code == 0:
             found[job] = json.load(open(f"{TMP}/{job}.json"))
-        json.dump(found, open(f"{OUT}/heads.json", "w"))
+        json.dump(found, open(f"{OUT}/heads_{which}.json", "w"))
