@@ -221,9 +221,9 @@ class SmallHead(torch.autograd.Function):
             dbias_V, add = fp32_place(bias_V)
             column_sums_raw(partials_PV, dbias_V, accumulate=add)
             dbias = written(bias_V, dbias_V)
-        dhidden_NC = dlogits_NW @ head.weight_WC  # first: the next kernel waits for it
+        # before the hidden states' gradient: behind it, it would take processors from a kernel that wants all of them
         dweight = _head_weight_gradient(weight_VC, dlogits_NW[:, : head.classes], hidden_NC)
-        return dhidden_NC, dweight, dbias, None
+        return dlogits_NW @ head.weight_WC, dweight, dbias, None
 
 
 class ChunkedHead(torch.autograd.Function):
