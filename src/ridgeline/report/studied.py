@@ -20,9 +20,10 @@ GB = 1e9
 
 def comparison(records: Sequence[Record]) -> str:
     """Models under one recipe: rate, losses, speed, and the difference to the first."""
-    record = _study(records, target=False)
-    if record is None:
+    found = _studies(records, target=False)
+    if not found:
         return MISSING
+    record = found[0]
     rows: list[list[Cell]] = [
         [
             words(f"`{row['contender']}`"),
@@ -40,10 +41,11 @@ def comparison(records: Sequence[Record]) -> str:
 
 
 def recipe(records: Sequence[Record]) -> str:
-    """Recipes by the seconds in which they hold a loss."""
-    record = _study(records, target=True)
-    if record is None:
-        return MISSING
+    """Recipes by the seconds in which they hold a loss, a table for each data set."""
+    return "\n\n".join(_recipe(record) for record in _studies(records, target=True)) or MISSING
+
+
+def _recipe(record: Record) -> str:
     target, seeds = setting_of(record)["target"], setting_of(record)["seeds"]
     speed = {result.name: result.step_ms for result in record.contenders}
     rows: list[list[Cell]] = [
@@ -120,8 +122,8 @@ def long_windows(records: Sequence[Record]) -> str:
 def pictures(records: Sequence[Record]) -> dict[str, Section]:
     """Sections whose charts the documents show, by name: the comparison's losses, the norms' curves."""
     wanted = {
-        "comparison": (_study(records, target=False), "loss"),
-        "recipe": (_study(records, target=True), "loss"),
+        "comparison": (next(iter(_studies(records, target=False)), None), "loss"),
+        "recipe": (next(iter(_studies(records, target=True)), None), "loss"),
         "divergence": (next((r for r in records if r.gpus and curves_of(r, "training")), None), "training"),
     }
     found = {}
@@ -133,9 +135,13 @@ def pictures(records: Sequence[Record]) -> dict[str, Section]:
     return found
 
 
-def _study(records: Sequence[Record], *, target: bool) -> Record | None:
-    """The newest comparison on a card, of recipes where there is a target, else of models."""
-    return next((r for r in records if r.gpus and any(_rows(r, "standings")) and _has_target(r) == target), None)
+def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
+    """Of each data set the newest comparison on a card, of recipes where there is a target, else of models."""
+    found: dict[str, Record] = {}
+    for record in records:
+        if record.gpus and record.workload and _rows(record, "standings") and _has_target(record) == target:
+            found.setdefault(record.workload.name, record)
+    return [found[name] for name in sorted(found, reverse=True)]  # tinyshakespeare first
 
 
 def _has_target(record: Record) -> bool:
