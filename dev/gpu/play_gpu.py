@@ -1,6 +1,6 @@
 """Milliseconds of one decision, by model, number of games and way; on the CPU with one thread, and on a card.
 
-PYTHONPATH=src python dev/gpu/play_gpu.py [cpu] [cuda]     writes $OUT/decisions.json
+PYTHONPATH=src python dev/gpu/play_gpu.py [cpu] [cuda] [MODEL …]     writes $OUT/decisions.json
 """
 
 import json
@@ -74,9 +74,11 @@ def main():
     out = Path(os.environ.get("OUT", "out"))
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    table = {}
-    for device in sys.argv[1:] or ["cpu"]:
-        for name in ("hal-20m", "hal-5m", "boxing"):
+    table, words = {}, sys.argv[1:]
+    devices = [word for word in words if word in ("cpu", "cuda")] or ["cpu"]
+    models = [word for word in words if word not in ("cpu", "cuda")] or ["hal-20m", "hal-5m", "boxing"]
+    for device in devices:
+        for name in models:
             for way, (_, capture, _) in WAYS.items():
                 if capture and device == "cpu":
                     continue

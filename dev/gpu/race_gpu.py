@@ -8,6 +8,7 @@ card train one after another, each alone on it; when all training has ended, all
 same time, PROCESSES at a time (environment; one a core), and `study race` itself writes the records:
 
     $OUT/race.json, $OUT/NAME.json        the records
+    $OUT/rolling.jsonl                    see rolling_gpu.py, for contenders of a race with --cache rolling
     $OUT/folders.tgz                      the races' folders without checkpoints, from before the games on
 
 GO=FILE: contenders wait for that file before the first trains, so that they can be set up beside something else.
@@ -149,6 +150,21 @@ def pack(root, out):
                 archive.add(file, file.relative_to(root))
 
 
+def compare(plans, root):
+    """Rolling caches against whole windows, beside the games: for the races that play with one."""
+    from ridgeline.study.clocked import checkpoint_name
+
+    running = []
+    for race in plans.values():
+        for contender in race.contenders if race.games.cache == "rolling" else ():
+            saved = root / "race" / contender.folder / checkpoint_name(race.grid[-1])
+            command = [sys.executable, str(Path(__file__).with_name("rolling_gpu.py")), str(saved)]
+            command += [contender.config.device, "8", "5000", "0", "25"]
+            if saved.is_dir():
+                running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    return running
+
+
 def tell(name, record):
     for curve in record["curves"]:
         for point in curve.get("points", ()):
@@ -163,7 +179,7 @@ def tell(name, record):
 
 def main():
     limit, words = float(sys.argv[1]), sys.argv[2:]
-    races, name = {}, "race"
+    races = {}
     words, races["race"] = words[: words.index("--")], words[words.index("--") + 1 :]
     while words:
         end = words.index("--also", 1) if "--also" in words[1:] else len(words)
@@ -196,6 +212,7 @@ def main():
         name: play(root, name, given, max(1, cores * weights[name] // sum(weights.values())))
         for name, given in races.items()
     }
+    compared = compare(plans, root) if left(limit) > 0 else []
     for name, process in playing.items():
         try:
             said, _ = process.communicate(timeout=max(1.0, left(limit)))
@@ -207,6 +224,15 @@ def main():
         with contextlib.suppress(OSError):
             shutil.copy(root / name / "record.json", out / f"{name}.json")
             tell(name, json.loads((out / f"{name}.json").read_text()))
+    for process in compared:
+        try:
+            said, _ = process.communicate(timeout=max(1.0, left(limit)))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+        say("ROLLING", said.strip().splitlines()[-1] if said.strip() else "nothing")
+        with (out / "rolling.jsonl").open("a") as stream:
+            stream.write(said)
     pack(root, out)
     if "KEEP" not in os.environ:
         shutil.rmtree(root, ignore_errors=True)
