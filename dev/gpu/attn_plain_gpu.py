@@ -1,6 +1,7 @@
 """Plain attention (ops/attention/plain.py) on the GPU: builds, checks against float64, times beside what served before.
 
 attn_plain_gpu.py [SHAPE ...], names as in SHAPES. Writes $OUT/attn_plain.json; ends itself after PLAIN_LIMIT seconds (60).
+attn_plain_gpu.py checks [SHAPE ...], and later on that machine attn_plain_gpu.py times SECONDS [SHAPE ...]: in two parts.
 """
 import concurrent.futures as cf, json, os, subprocess, sys, time
 from pathlib import Path
@@ -16,9 +17,12 @@ SHAPES = {
     "T200": (3, 200, 4, 2, 32, 0), "T1111": (2, 1111, 4, 2, 64, 0), "T4096": (2, 4096, 4, 1, 32, 0),
 }
 TIMED = [n for n in SHAPES if n not in ("T200", "T1111", "T4096")]
-# name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor); None for the package's
-TRIALS = {32: {"main": None, "3x1": ((3, 8, 1),) * 3, "4x1": ((4, 8, 1),) * 3}, 64: {"main": None, "other": ((3, 8, 1), (2, 6, 1), (2, 8, 1))}}
-SAMPLES = {"gpt2 B512": (32, 128, 512)}  # at a time, besides the package's choice
+# name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor, step of keys); None for the package's
+TRIALS = {
+    32: {"main": None, "4x1": ((4, 8, 1), (4, 8, 1), (4, 8, 1, 32)), "3x1": ((3, 8, 1), (3, 8, 1), (3, 8, 1))},
+    64: {"main": None, "other": ((3, 8, 1), (2, 6, 1), (3, 7, 1, 32))},
+}
+SAMPLES = {"gpt2 B512": (512,)}  # at a time, besides the package's choice
 
 def launches(D, name):
     from ridgeline.ops.attention import plain
@@ -30,7 +34,7 @@ def build(job):
     from ridgeline.ops.attention import hopper
     file, D, l = job
     try:
-        c = cuda.build(hopper.SOURCES / file, dict(HEAD_WIDTH=D, WARPGROUPS=l[0], RING_STAGES=l[1], BLOCKS_PER_PROCESSOR=l[2], RL_FP16=0, RL_COLUMN_SUMS=0), "sm_90a")
+        c = cuda.build(hopper.SOURCES / file, dict(HEAD_WIDTH=D, WARPGROUPS=l[0], RING_STAGES=l[1], BLOCKS_PER_PROCESSOR=l[2], RL_FP16=0, RL_COLUMN_SUMS=0, QUERIES_OF_A_STEP=l[3]), "sm_90a")
         return file, D, tuple(l), *[tuple(v)[0:3:2] for v in c.resources().values()]
     except Exception as e: return file, D, tuple(l), str(e)[-200:]
 
@@ -98,8 +102,11 @@ def check(names):
             except Exception as x: print("RESULT " + json.dumps(["check", n, trial, "FAILED", repr(x)[:200]]), flush=True)
         del tensors, ref
 
-def timings(names, skip):
+BAD = Path("/tmp/attn_plain_bad.json")  # (shape, trial) without a check passed
+
+def timings(names, skip, before=True, seconds=1e9):
     import torch
+    t0 = time.time()
     def graph(f, calls):
         f(); torch.cuda.synchronize(); g = torch.cuda.CUDAGraph()
         with torch.cuda.graph(g):
@@ -112,8 +119,9 @@ def timings(names, skip):
             a.record(); replay(); b.record(); torch.cuda.synchronize(); ts.append(a.elapsed_time(b) * 1e3 / calls)
         return sorted(ts)[n // 2]
     for n in names:
+        if time.time() - t0 > seconds: break
         shape = SHAPES[n]; tensors = L.make(shape); calls = 20 if shape[0] * shape[1] < 20000 else 4; runs = {}; keep = []
-        for trial in [t for t in TRIALS[shape[4]] if (n, t) not in skip] + [x for x in SAMPLES.get(n, ()) if (n, "main") not in skip] + ["before"]:
+        for trial in [t for t in TRIALS[shape[4]] if (n, t) not in skip] + [x for x in SAMPLES.get(n, ()) if (n, "main") not in skip] + ["before"] * before:
             try:
                 o = Before(shape, tensors) if trial == "before" else Plain(shape, tensors, "main", trial) if isinstance(trial, int) else Plain(shape, tensors, trial); o.fwd(); o.bwd(); keep.append(o)
                 runs[trial] = [graph(o.fwd, calls), graph(o.bwd, calls)]
@@ -133,7 +141,7 @@ def sub(args, timeout):
     except subprocess.TimeoutExpired as e: lines, err = (e.stdout or b"").decode(), "TIMEOUT"
     return [json.loads(l[7:]) for l in lines.splitlines() if l.startswith("RESULT ")], err
 
-def main(names):
+def main(names, times=True):
     t0 = time.time(); left = lambda: max(5.0, LIMIT - (time.time() - t0)); report = []
     Ds = {SHAPES[n][4] for n in names}
     jobs = {(f, D, tuple(getattr(launches(D, t), k))) for D in Ds for t in TRIALS[D] for f, k in (("plain_forward.cu", "forward"), ("plain_queries.cu", "queries"), ("plain_keys.cu", "keys"))}
@@ -143,6 +151,8 @@ def main(names):
     for l in lines: print(*l, flush=True)
     if err: print("check:", err, flush=True)
     bad = {(n, t) for n in names for t in TRIALS[SHAPES[n][4]]} - {(l[1], l[2]) for l in lines if l[3] == "ok"}
+    BAD.write_text(json.dumps(sorted(bad)))
+    if not times: return print("all %.0f s, without a check passed:" % (time.time() - t0), sorted(bad))
     lines, err = sub(["time", json.dumps(sorted(bad)), *[n for n in names if n in TIMED]], left()); report += lines
     print("us: forward | backward | queries alone | keys alone (and their sum)")
     for l in lines: print(*l, flush=True)
@@ -152,4 +162,6 @@ def main(names):
 if __name__ == "__main__":
     if sys.argv[1:2] == ["check"]: check(sys.argv[2:])
     elif sys.argv[1:2] == ["time"]: timings(sys.argv[3:], {tuple(x) for x in json.loads(sys.argv[2])})
+    elif sys.argv[1:2] == ["checks"]: main(sys.argv[2:] or list(SHAPES), times=False)
+    elif sys.argv[1:2] == ["times"]: timings(sys.argv[3:] or TIMED, {tuple(x) for x in json.loads(BAD.read_text())}, before=False, seconds=float(sys.argv[2]))
     else: main(sys.argv[1:] or list(SHAPES))

@@ -49,6 +49,7 @@ class Plain:
     groups: int = 2
     stages: int = 4
     parts: int = 1
+    step: int = 64
     seed: int = 0
     late: bool = False
     scores: float = 1.0  # a factor of the queries
@@ -62,6 +63,7 @@ class Plain:
         return {
             "HEAD_WIDTH": self.D, "WARPGROUPS": self.groups, "RING_STAGES": self.stages, "BLOCKS_PER_PROCESSOR": 1,
             "RL_COLUMN_SUMS": 1,
+            "QUERIES_OF_A_STEP": self.step,
         }  # fmt: skip
 
     @property
@@ -74,12 +76,12 @@ class Plain:
 
 
 CASES = [
-    Plain(T=256, H=3, G=3, D=32, grid=2, seed=1),  # a thread block takes several units, there and back
+    Plain(T=256, H=3, G=3, D=32, grid=2, step=32, seed=1),  # a thread block takes several units, there and back
     Plain(T=240, H=4, G=1, D=32, grid=2, stages=8, parts=2, seed=2, late=True),
     Plain(T=330, H=2, G=2, D=32, groups=3, grid=2, stages=5, seed=3, late=True),
     Plain(T=330, H=2, G=1, D=64, groups=3, grid=2, seed=4),
     Plain(T=200, H=2, G=1, D=64, groups=3, parts=2, seed=5, late=True),
-    Plain(T=37, H=2, G=2, D=64, grid=1, seed=6),
+    Plain(T=37, H=2, G=2, D=64, grid=1, step=32, seed=6),
 ]
 STEEP = [Plain(T=200, H=1, G=1, D=32, scores=30.0, seed=7, late=True)]
 

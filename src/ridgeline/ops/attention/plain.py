@@ -19,11 +19,19 @@ _FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPPiiiiiif", "M
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched: warpgroups of a thread block, tile pairs in its ring, blocks a multiprocessor."""
+    """How a kernel is launched.
+
+    Attributes:
+        groups: warpgroups of a thread block that compute.
+        stages: tile pairs in a block's ring.
+        per_processor: blocks a multiprocessor.
+        step: queries whose scores dK's and dV's warpgroups hold at a time, 64 or, in fewer registers, 32.
+    """
 
     groups: int
     stages: int
     per_processor: int
+    step: int = 64
 
     def smem(self, D: int, own: int, stats: bool = False) -> int:
         """Bytes of shared memory of a thread block whose warpgroups own `own` tiles: the sums of cuda/plain.cuh."""
@@ -50,7 +58,7 @@ class Launches(NamedTuple):
 
 SHORT, CACHED = 256, 42_000_000  # positions; bytes
 LAUNCHES = {
-    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(3, 8, 1)),
+    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(2, 8, 2, step=32)),
     64: Launches(Launch(2, 5, 2), Launch(3, 5, 1), Launch(3, 7, 1)),
 }
 
@@ -94,7 +102,7 @@ def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str, sums: bool = 
     defines = {
         "HEAD_WIDTH": q_BTHD.shape[3], "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages,
         "BLOCKS_PER_PROCESSOR": launch.per_processor, "RL_FP16": int(q_BTHD.dtype == torch.float16),
-        "RL_COLUMN_SUMS": int(sums),
+        "RL_COLUMN_SUMS": int(sums), "QUERIES_OF_A_STEP": launch.step,
     }  # fmt: skip
     return cuda.load(hopper.SOURCES / f"{name}.cu", defines).kernel(f"attention_{name}", kinds, patient=True)
 

@@ -12,6 +12,9 @@ struct Arguments {
   float scale;
 };
 using Here = Place<2, true>;
+// Queries of a step, 32 or 64. The next scores begin while the products before them still run where registers allow it.
+constexpr int STEP = QUERIES_OF_A_STEP;
+constexpr bool AHEAD = STEP + D <= 96;
 
 // GROUPS blocks of keys of one key head, for one part of its query heads; the first ones have the most queries.
 struct Unit {
@@ -55,11 +58,11 @@ RL_D void copy_all(const Arguments& a, const Here& p) {
       }
   }
 }
-// P and dS of a square from S and dP, packed along columns. stats: log-sum-exp and delta of each column's query.
-RL_D void differentiate(u32 (&pairs_p)[16], u32 (&pairs_ds)[16], const float (&s)[32], const float (&dp)[32], u32 stats,
-                        float scale, int lane) {
+// P and dS from S and dP, packed along columns. stats: log-sum-exp and delta of each column's query.
+RL_D void differentiate(u32 (&pairs_p)[STEP / 4], u32 (&pairs_ds)[STEP / 4], const float (&s)[STEP / 2],
+                        const float (&dp)[STEP / 2], u32 stats, float scale, int lane) {
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
+  for (int n = 0; n < STEP / 8; ++n) {
     const uint4 x = load_shared_16(stats + 64 * n + 16 * (lane & 3));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -92,13 +95,10 @@ RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int j, con
   }
 }
 
-// Whether a square's scores begin while the products before them still run: where there are registers for both.
-constexpr bool AHEAD = UNEVEN && D == 32;
-RL_D void end_products(const Here& p, float (&dk)[D / 2], float (&dv)[D / 2], bool any, u32 tile) {
+RL_D void end_products(float (&dk)[D / 2], float (&dv)[D / 2]) {
   if (!AHEAD) wgmma_wait<0>();
   wgmma_touch(dk);
   wgmma_touch(dv);
-  if (any) p.release(tile);
 }
 
 RL_D void run(const Arguments& a, const Here& p) {
@@ -107,8 +107,8 @@ RL_D void run(const Arguments& a, const Here& p) {
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
   float* sums = start_column_sums(a.column_sums, p, a.sum_rows, width, a.heads * D, width) + a.heads * D;
 #endif
-  float s[32], dp[32], dk[D / 2], dv[D / 2];
-  u32 pairs_p[16], pairs_ds[16], tile = 0;
+  float s[STEP / 2], dp[STEP / 2], dk[D / 2], dv[D / 2];
+  u32 pairs_p[STEP / 4], pairs_ds[STEP / 4], tile = 0;
 #pragma unroll 1
   for (int round = 0; unit_in(round) < a.units; ++round) {
     const Unit unit(a, unit_in(round));
@@ -124,22 +124,28 @@ RL_D void run(const Arguments& a, const Here& p) {
         p.wait_full(tile);
         if (i >= j) {
           const u32 queries = operand_at(p.pair(tile));
-          if (!AHEAD) end_products(p, dk, dv, !fresh, held);
-          wgmma_fence();
-          multiply_tiles(s, keys, queries, true);
-          multiply_tiles(dp, keys + units(TILE), queries + units(TILE), true);
-          wgmma_commit();
-          wgmma_wait<0>();
-          wgmma_touch(s);
-          wgmma_touch(dp);
-          if (AHEAD) end_products(p, dk, dv, !fresh, held);
-          if (i == j) mask_past(s, p.warp, p.lane);
-          differentiate(pairs_p, pairs_ds, s, dp, p.stats(tile), scale, p.lane);
-          wgmma_fence();
-          multiply_pairs(dv, pairs_p, queries + units(TILE), fresh);
-          multiply_pairs(dk, pairs_ds, queries, fresh);
-          wgmma_commit();
-          fresh = false, held = tile;
+#pragma unroll
+          for (int part = 0; part < 64 / STEP; ++part) {
+            const u32 some = queries + part * units(STEP * ROW);
+            if (!AHEAD) end_products(dk, dv);
+            wgmma_fence();
+            multiply_tiles(s, keys, some, true);
+            multiply_tiles(dp, keys + units(TILE), some + units(TILE), true);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_touch(s);
+            wgmma_touch(dp);
+            if (AHEAD) end_products(dk, dv);
+            if (part == 0 && !fresh) p.release(held);
+            if (i == j) mask_past(s, part * (STEP / 8), p.warp, p.lane);
+            differentiate(pairs_p, pairs_ds, s, dp, p.stats(tile) + part * (8 * STEP), scale, p.lane);
+            wgmma_fence();
+            multiply_pairs(dv, pairs_p, some + units(TILE), fresh);
+            multiply_pairs(dk, pairs_ds, some, fresh);
+            wgmma_commit();
+            fresh = false;
+          }
+          held = tile;
         } else {
           p.release(tile);
         }

@@ -35,15 +35,18 @@ RL_D u32 afresh(u32 value) {
   return value;
 }
 
-// d[64, 64] (+)= a · bᵀ of two tiles
-RL_D void multiply_tiles(float (&d)[32], u32 a, u32 b, bool fresh) {
+// d[64, 2 · HALF] (+)= a · bᵀ of a tile and the first rows of another
+template <int HALF>
+RL_D void multiply_tiles(float (&d)[HALF], u32 a, u32 b, bool fresh) {
 #pragma unroll
-  for (int k = 0; k < D / 16; ++k) wgmma<64, 0, 0>(d, operand<ROW>(a + 2 * k), operand<ROW>(b + 2 * k), k > 0 || !fresh);
+  for (int k = 0; k < D / 16; ++k) wgmma<2 * HALF, 0, 0>(d, operand<ROW>(a + 2 * k), operand<ROW>(b + 2 * k), k > 0 || !fresh);
 }
-// d[64, D] (+)= square · tile, the square in registers: packed pairs 4 b … 4 b + 3 are its columns from 16 b on.
-RL_D void multiply_pairs(float (&d)[D / 2], const u32 (&pairs)[16], u32 tile, bool fresh) {
+// d[64, D] (+)= square · tile, in registers columns of a square as packed pairs, 4 b … 4 b + 3 the 16 from 16 b on; `tile`
+// begins with their rows.
+template <int PAIRS>
+RL_D void multiply_pairs(float (&d)[D / 2], const u32 (&pairs)[PAIRS], u32 tile, bool fresh) {
 #pragma unroll
-  for (int b = 0; b < 4; ++b) {
+  for (int b = 0; b < PAIRS / 4; ++b) {
     const u32 part[4] = {pairs[4 * b], pairs[4 * b + 1], pairs[4 * b + 2], pairs[4 * b + 3]};
     wgmma_registers<D, 1>(d, part, operand<ROW>(tile + ROW * b), b > 0 || !fresh);
   }
@@ -111,15 +114,16 @@ RL_D void mask_future(float (&s)[32], int warp, int lane) {
   }
 }
 
-// The same of a square with keys as rows.
-RL_D void mask_past(float (&s)[32], int warp, int lane) {
+// The same with keys as rows, of the columns from 8 · `first` on.
+template <int HALF>
+RL_D void mask_past(float (&s)[HALF], int first, int warp, int lane) {
   const int row = lane >> 2, column = 2 * (lane & 3);
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n > 2 * warp + 1) continue;
+  for (int n = 0; n < HALF / 4; ++n) {
+    if (first + n > 2 * warp + 1) continue;
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (n < 2 * warp || column + 8 * (n & 1) + (e & 1) < row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
+      if (first + n < 2 * warp || column + 8 * (n & 1) + (e & 1) < row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
   }
 }
 
