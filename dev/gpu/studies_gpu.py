@@ -3,8 +3,9 @@
 PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE JOB…
 
 Jobs: models (gpt2-c256, fast-c256 and each change between), recipe (shakespeare-fast and each part taken back or
-added), boxing (recipes on Boxing's demonstrations), divergence, search, inversion, fresh (one run as a user calls it). What is trained does not mind sharing
-a card; what a comparison timed while others ran is thrown away and timed again at the end, when nothing else runs.
+added), boxing (recipes on Boxing's demonstrations), divergence, search, inversion, fresh (one run as a user calls it).
+What is trained does not mind sharing a card; what a comparison timed while others ran is thrown away and timed again at
+the end, when nothing else runs.
 SECONDS ends it: what was not finished by then leaves its runs in $OUT/runs.tgz.
 """
 
