@@ -96,8 +96,8 @@ class TrainConfig:
         seed: of initial weights, order of the data and dropout.
         steps: length of the run in optimisation steps; one of steps, tokens and minutes is set.
         tokens: length of the run in tokens (positions of windows).
-        minutes: length of the run in minutes of training time, validation and checkpoints not counted. The schedule
-            then follows the clock, so two such runs differ.
+        minutes: length of the run in minutes of training time; validation, checkpoints and what is captured before the
+            first step are not counted. The schedule then follows the clock, so two such runs differ.
         eval_interval: steps between validations; the last step is always followed by one.
         eval_windows: held-out windows a validation looks at; 0 for all of them.
         checkpoint_interval: steps between checkpoints; validations and the last step are always followed by one.
