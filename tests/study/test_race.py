@@ -197,6 +197,7 @@ def test_a_folder_of_something_else_is_refused(data, tmp_path):
     ours = make_race(data, SMALL)
     open_race(ours, tmp_path / "a")
     open_race(ours, tmp_path / "a")
+    assert str(data.path) not in (tmp_path / "a" / "race.json").read_text()
     other = dataclasses.replace(ours, games=dataclasses.replace(ours.games, level=3))
     with pytest.raises(ConfigError, match=r"holds another race \(games.level expected 3, got 0\)"):
         open_race(other, tmp_path / "a")

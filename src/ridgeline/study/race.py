@@ -82,10 +82,15 @@ class Race:
     fingerprint: str
 
     def to_json(self) -> dict[str, Any]:
-        """What `race.json` holds."""
+        """What `race.json` holds: nothing of where the data lies, so that a race can go on on another machine."""
+        settings = {contender.name: to_dict(contender.config) for contender in self.contenders}
+        places = ("data", "out")
         return {
             "format": FORMAT,
-            "contenders": {contender.name: to_dict(contender.config) for contender in self.contenders},
+            "contenders": {
+                name: {key: value for key, value in config.items() if key not in places}
+                for name, config in settings.items()
+            },
             "grid": list(self.grid),
             "games": asdict(self.games),
             "data": self.data,
