@@ -175,3 +175,17 @@ def test_circumstances_are_told():
     assert said["throttled by"] == "power cap"
     assert "torch 2.11.0+cu130" in said["versions"]
     assert "clock" not in circumstances(replace(samples.ladder(), clocks=None))
+
+
+def test_a_narrow_legend_stays_in_its_drawing_and_lanes_have_a_colour_of_their_own():
+    pytest.importorskip("matplotlib")
+    from ridgeline.report.draw import stacked
+
+    phases = [{"forward": 3.0, "backward": 6.0, "optimizer": 0.2}, {"forward and backward": 8.0, "optimizer": 0.2}]
+    for narrow in (False, True):
+        figure = stacked(["m3", "r16"], phases, "milliseconds")(LIGHT, narrow)
+        figure.canvas.draw()
+        (legend,) = figure.legends
+        assert legend.get_window_extent().x1 <= figure.bbox.x1
+        colours = [handle.get_facecolor() for handle in legend.legend_handles]
+        assert len(set(colours)) == len(colours) == 4

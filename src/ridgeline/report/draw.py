@@ -178,10 +178,12 @@ def stacked(labels: Sequence[str], parts: Sequence[dict[str, float]], unit: str)
 
     def role(name: str) -> str:
         known = {"forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+        known["forward and backward"] = "line1"  # of lanes, whose passes overlap
         return known.get(name, f"line{names.index(name) % LINES}")
 
     def draw(palette: Palette, narrow: bool) -> Figure:
-        figure = new_figure(ROW_IN * len(labels) + 0.8, narrow=narrow)
+        columns = 2 if narrow and len(names) > 3 else len(names)
+        figure = new_figure(ROW_IN * len(labels) + 0.6 + 0.2 * math.ceil(len(names) / columns), narrow=narrow)
         axes = figure.subplots()
         for row, part in enumerate(parts):
             start = 0.0
@@ -193,7 +195,7 @@ def stacked(labels: Sequence[str], parts: Sequence[dict[str, float]], unit: str)
         _rows(axes, labels, palette)
         axes.set_xlim(0, max(sum(part.values()) for part in parts) * 1.12)
         axes.set_xlabel(unit)
-        figure.legend(loc="outside upper left", ncols=len(names), labelcolor=palette["ink"], fontsize=8)
+        figure.legend(loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
         return figure
 
     return draw
