@@ -69,8 +69,10 @@ _OWN: dict[str, tuple[str, str]] = {
     "weight_gradients": (_WEIGHTS, _WEIGHTS),
     "reduce": ("bias gradients", "bias gradients"),
     "input_vector_kernel": ("input", "input"),
+    "tables": ("embedding", "embedding"),
     **dict.fromkeys(
-        ("pack_kernel", "head_kernel", "scale_kernel", "state_gradient_kernel", "weight_gradients_kernel"), _HEADS
+        ("pack_kernel", "head_kernel", "head", "scale_kernel", "state_gradient_kernel", "weight_gradients_kernel"),
+        _HEADS,
     ),
 }
 
