@@ -17,10 +17,10 @@ SHAPES = {
     "T200": (3, 200, 4, 2, 32, 0), "T1111": (2, 1111, 4, 2, 64, 0), "T4096": (2, 4096, 4, 1, 32, 0),
 }
 TIMED = [n for n in SHAPES if n not in ("T200", "T1111", "T4096")]
-# name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor, step of keys); None for the package's
+# name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor, columns of a step); None for the package's
 TRIALS = {
-    32: {"main": None, "4x1": ((4, 8, 1), (4, 8, 1), (4, 8, 1, 32)), "3x1": ((3, 8, 1), (3, 8, 1), (3, 8, 1))},
-    64: {"main": None, "other": ((3, 8, 1), (2, 6, 1), (3, 7, 1, 32))},
+    32: {"main": None, "4x1": ((4, 8, 1), (4, 8, 1, 32), (4, 8, 1, 32)), "3x1": ((3, 8, 1),) * 3},
+    64: {"main": None, "other": ((3, 6, 1), (3, 5, 1, 32), (3, 7, 1, 32))},
 }
 SAMPLES = {"gpt2 B512": (512,)}  # at a time, besides the package's choice
 
@@ -34,7 +34,7 @@ def build(job):
     from ridgeline.ops.attention import hopper
     file, D, l, sums = job
     try:
-        c = cuda.build(hopper.SOURCES / file, dict(HEAD_WIDTH=D, WARPGROUPS=l[0], RING_STAGES=l[1], BLOCKS_PER_PROCESSOR=l[2], RL_FP16=0, RL_COLUMN_SUMS=sums, QUERIES_OF_A_STEP=l[3]), "sm_90a")
+        c = cuda.build(hopper.SOURCES / file, dict(HEAD_WIDTH=D, WARPGROUPS=l[0], RING_STAGES=l[1], BLOCKS_PER_PROCESSOR=l[2], RL_FP16=0, RL_COLUMN_SUMS=sums, STEP_COLUMNS=l[3]), "sm_90a")
         return file, D, tuple(l), *[tuple(v)[0:3:2] for v in c.resources().values()]
     except Exception as e: return file, D, tuple(l), str(e)[-200:]
 

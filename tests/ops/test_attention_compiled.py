@@ -34,7 +34,7 @@ def test_plain_kernel(name: str, D: int) -> None:
     defines = {
         "HEAD_WIDTH": D, "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages,
         "BLOCKS_PER_PROCESSOR": launch.per_processor, "RL_COLUMN_SUMS": 1,
-        "QUERIES_OF_A_STEP": launch.step,
+        "STEP_COLUMNS": launch.step,
     }  # fmt: skip
     cubin = build(SOURCES / f"plain_{name}.cu", defines, "sm_90a")
     assert cubin.resources()[f"attention_plain_{name}"].spill_stores <= 32  # loop counters

@@ -63,7 +63,7 @@ class Plain:
         return {
             "HEAD_WIDTH": self.D, "WARPGROUPS": self.groups, "RING_STAGES": self.stages, "BLOCKS_PER_PROCESSOR": 1,
             "RL_COLUMN_SUMS": 1,
-            "QUERIES_OF_A_STEP": self.step,
+            "STEP_COLUMNS": self.step,
         }  # fmt: skip
 
     @property
@@ -76,8 +76,9 @@ class Plain:
 
 
 CASES = [
-    Plain(T=256, H=3, G=3, D=32, grid=2, step=32, seed=1),  # a thread block takes several units, there and back
+    Plain(T=256, H=2, G=2, D=32, grid=2, step=32, seed=1),  # a thread block takes several units, there and back
     Plain(T=240, H=4, G=1, D=32, grid=2, stages=8, parts=2, seed=2, late=True),
+    Plain(T=130, H=4, G=4, D=32, grid=1, step=32, seed=8),  # many rounds: a head's units follow each other
     Plain(T=330, H=2, G=2, D=32, groups=3, grid=2, stages=5, seed=3, late=True),
     Plain(T=330, H=2, G=1, D=64, groups=3, grid=2, seed=4),
     Plain(T=200, H=2, G=1, D=64, groups=3, parts=2, seed=5, late=True),
@@ -93,7 +94,12 @@ def test_shared_memory_of_launches_is_that_of_the_kernels(D: int, tmp_path: Path
         extern "C" int bytes() {{ return rl::Place<{own}, {int(stats)}>::BYTES; }}
         extern "C" void run() {{}}
         """
-        defines = {"HEAD_WIDTH": D, "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages}
+        defines = {
+            "HEAD_WIDTH": D,
+            "WARPGROUPS": launch.groups,
+            "RING_STAGES": launch.stages,
+            "STEP_COLUMNS": launch.step,
+        }
         library = compiled(tmp_path, source, defines, f"kernel_{own}")
         assert library.bytes() == launch.smem(D, own, stats)
 

@@ -25,7 +25,7 @@ class Launch(NamedTuple):
         groups: warpgroups of a thread block that compute.
         stages: tile pairs in a block's ring.
         per_processor: blocks a multiprocessor.
-        step: queries whose scores dK's and dV's warpgroups hold at a time, 64 or, in fewer registers, 32.
+        step: columns of a square whose scores a warpgroup holds at a time backward, 64 or, in fewer registers, 32.
     """
 
     groups: int
@@ -58,8 +58,8 @@ class Launches(NamedTuple):
 
 SHORT, CACHED = 256, 42_000_000  # positions; bytes
 LAUNCHES = {
-    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2), Launch(2, 8, 2, step=32)),
-    64: Launches(Launch(2, 5, 2), Launch(3, 5, 1), Launch(3, 7, 1)),
+    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2, step=32), Launch(2, 8, 2, step=32)),
+    64: Launches(Launch(3, 8, 1), Launch(3, 5, 1), Launch(3, 7, 1)),
 }
 
 
@@ -102,7 +102,7 @@ def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str, sums: bool = 
     defines = {
         "HEAD_WIDTH": q_BTHD.shape[3], "WARPGROUPS": launch.groups, "RING_STAGES": launch.stages,
         "BLOCKS_PER_PROCESSOR": launch.per_processor, "RL_FP16": int(q_BTHD.dtype == torch.float16),
-        "RL_COLUMN_SUMS": int(sums), "QUERIES_OF_A_STEP": launch.step,
+        "RL_COLUMN_SUMS": int(sums), "STEP_COLUMNS": launch.step,
     }  # fmt: skip
     return cuda.load(hopper.SOURCES / f"{name}.cu", defines).kernel(f"attention_{name}", kinds, patient=True)
 

@@ -153,7 +153,7 @@ struct Worker {
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(s);
-      if (j == i) mask_future(s, p.warp, p.lane);
+      if (j == i) mask_future(s, 0, p.warp, p.lane);
       if (raise) raise_reference(x, o, s, scale);
       if (exponentiate(pairs, s, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias, p.group)) break;
       raise = true;  // a later block's scores are larger by far: rare

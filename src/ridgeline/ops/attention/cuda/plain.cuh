@@ -17,13 +17,6 @@ constexpr int GROUPS = WARPGROUPS, STAGES = RING_STAGES, PAIR = 2 * TILE;
 constexpr bool UNEVEN = GROUPS == 3;
 constexpr int THREADS = 128 * GROUPS + (UNEVEN ? 128 : WARP);
 
-// Registers as many as there are for the warps of a launch. (A bound of threads would count whole warpgroups.)
-#if WARPGROUPS == 3 || defined(RL_EMULATED)
-#define RL_BOUNDS __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
-#else
-#define RL_BOUNDS __maxnreg__(65536 / (BLOCKS_PER_PROCESSOR * rl::THREADS) / 8 * 8)
-#endif
-
 RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
 
 // Shared memory of a kernel whose warpgroups own OWN tiles each, twice; STATS: row statistics come with each pair.
@@ -96,6 +89,9 @@ RL_D void share_registers(bool copies) {
   else
     registers_up<160>();
 }
+
+// Queries of a step whose block are keys, and keys of one whose block are queries: 32 or 64.
+constexpr int STEP = STEP_COLUMNS;
 
 // The thread block's unit in a round, or one beyond the last.
 RL_D int unit_in(int round) {

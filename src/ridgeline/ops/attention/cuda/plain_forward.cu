@@ -76,7 +76,7 @@ RL_D void run(const Arguments& a, const Here& p) {
         wgmma_touch(o);
         if (j < i) p.release(tile - 1);
         if (j == i) {
-          mask_future(s, p.warp, p.lane);
+          mask_future(s, 0, p.warp, p.lane);
 #pragma unroll
           for (int h = 0; h < 2; ++h) x.reference[h] = largest(s, h) * scale;
         }
@@ -102,7 +102,7 @@ RL_D void run(const Arguments& a, const Here& p) {
 
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D.
-extern "C" __global__ void RL_BOUNDS
+extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
     attention_plain_forward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                             const __grid_constant__ rl::TensorMap v, rl::u16* o, float* lse, int T, int heads,
                             int heads_per_group, int units, int o_pitch, float scale) {

@@ -12,9 +12,8 @@ struct Arguments {
   float scale;
 };
 using Here = Place<2, true>;
-// Queries of a step, 32 or 64. The next scores begin while the products before them still run where registers allow it.
-constexpr int STEP = QUERIES_OF_A_STEP;
-constexpr bool AHEAD = STEP + D <= 96;
+// Whether the next scores begin while the products before them still run: where there are registers for both.
+constexpr bool AHEAD = UNEVEN && STEP + D <= 96;
 
 // GROUPS blocks of keys of one key head, for one part of its query heads; the first ones have the most queries.
 struct Unit {
@@ -170,7 +169,7 @@ RL_D void run(const Arguments& a, const Here& p) {
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D; of the rows' statistics as (B · heads, 256 · ceil(T / 64)) of 16 bits with boxes of 1 × 256.
 // column_sums: (sum_rows, (heads + 2 · groups) · D), the columns of dK and dV.
-extern "C" __global__ void RL_BOUNDS
+extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
     attention_plain_keys(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                          const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
                          const __grid_constant__ rl::TensorMap stats, rl::u16* dk, rl::u16* dv, float* dk_parts,

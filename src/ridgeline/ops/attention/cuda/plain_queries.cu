@@ -46,10 +46,11 @@ struct Rows {
     }
   }
 };
-// dS of a square from S and dP, packed along columns.
-RL_D void differentiate(u32 (&pairs)[16], const float (&s)[32], const float (&dp)[32], const Rows& rows, float scale) {
+// dS from S and dP, packed along columns.
+RL_D void differentiate(u32 (&pairs)[STEP / 4], const float (&s)[STEP / 2], const float (&dp)[STEP / 2], const Rows& rows,
+                        float scale) {
 #pragma unroll
-  for (int n = 0; n < 8; ++n)
+  for (int n = 0; n < STEP / 8; ++n)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int at = 4 * n + 2 * h;
@@ -58,18 +59,17 @@ RL_D void differentiate(u32 (&pairs)[16], const float (&s)[32], const float (&dp
     }
 }
 
-// Whether a square's scores begin while the product before them still runs: where there are registers for both.
-constexpr bool AHEAD = UNEVEN;
-RL_D void end_products(const Here& p, float (&dq)[D / 2], bool any, u32 tile) {
+// Whether the next scores begin while the product before them still runs: where there are registers for both.
+constexpr bool AHEAD = UNEVEN || STEP + D <= 64;
+RL_D void end_product(float (&dq)[D / 2]) {
   if (!AHEAD) wgmma_wait<0>();
   wgmma_touch(dq);
-  if (any) p.release(tile);
 }
 
 RL_D void run(const Arguments& a, const Here& p) {
   const float scale = a.scale * LOG2_E;
-  float s[32], dp[32], dq[D / 2];
-  u32 pairs[16], tile = 0;
+  float s[STEP / 2], dp[STEP / 2], dq[D / 2];
+  u32 pairs[STEP / 4], tile = 0;
   Rows next;
   next.load(a, p, 0);
 #if RL_COLUMN_SUMS
@@ -90,20 +90,25 @@ RL_D void run(const Arguments& a, const Here& p) {
       p.wait_full(tile);
       if (j <= i && i < a.blocks) {
         const u32 keys = operand_at(p.pair(tile)), queries = operand_at(own);
-        if (!AHEAD) end_products(p, dq, j < i, tile - 1);
-        wgmma_fence();
-        multiply_tiles(s, queries, keys, true);
-        multiply_tiles(dp, queries + units(D_O), keys + units(TILE), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_touch(s);
-        wgmma_touch(dp);
-        if (AHEAD) end_products(p, dq, j < i, tile - 1);
-        if (j == i) mask_future(s, p.warp, p.lane);
-        differentiate(pairs, s, dp, rows, scale);
-        wgmma_fence();
-        multiply_pairs(dq, pairs, keys, j == i);
-        wgmma_commit();
+#pragma unroll
+        for (int part = 0; part < 64 / STEP; ++part) {
+          const u32 some = keys + part * units(STEP * ROW);
+          if (!AHEAD) end_product(dq);
+          wgmma_fence();
+          multiply_tiles(s, queries, some, true);
+          multiply_tiles(dp, queries + units(D_O), some + units(TILE), true);
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_touch(s);
+          wgmma_touch(dp);
+          if (AHEAD) end_product(dq);
+          if (part == 0 && j < i) p.release(tile - 1);
+          if (j == i) mask_future(s, part * (STEP / 8), p.warp, p.lane);
+          differentiate(pairs, s, dp, rows, scale);
+          wgmma_fence();
+          multiply_pairs(dq, pairs, some, j == i && part == 0);
+          wgmma_commit();
+        }
       } else {
         p.release(tile);
       }
@@ -128,7 +133,7 @@ RL_D void run(const Arguments& a, const Here& p) {
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D. stats: (B, heads, 64 · ceil(T / 64)) pairs. column_sums: (sum_rows, (heads + 2 · groups) · D), the columns
 // of dQ.
-extern "C" __global__ void RL_BOUNDS
+extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
     attention_plain_queries(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                             const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap o,
                             const __grid_constant__ rl::TensorMap d_o, const float* lse, rl::u16* dq, float* stats,

@@ -99,7 +99,7 @@ RL_D void run_scores(const Arguments& a, const Place& p) {
       wgmma_wait<0>();
       wgmma_touch(s);
       wgmma_touch(dp);
-      if (q.i == q.j) mask_future(s, p.warp, p.lane);
+      if (q.i == q.j) mask_future(s, 0, p.warp, p.lane);
       const Stage stage(squares);
       barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase ^ 1);
       exponentiate(p.smem + P_AT + stage.index * SQUARE, p.smem + DS_AT + stage.index * SQUARE, s, dp, rows, scale, keep, p);

@@ -101,20 +101,20 @@ RL_D float dot_8(uint4 a, uint4 b) {
          pair_low(a.w) * pair_low(b.w) + pair_high(a.w) * pair_high(b.w);
 }
 
-// Scores of a diagonal square: keys after the query count as nothing.
+// Scores of a diagonal square, its columns from 8 · `first` on: keys after the query count as nothing.
 constexpr float NOTHING = -1e30f;
-RL_D void mask_future(float (&s)[32], int warp, int lane) {
+template <int HALF>
+RL_D void mask_future(float (&s)[HALF], int first, int warp, int lane) {
   const int row = lane >> 2, column = 2 * (lane & 3);
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (n < 2 * warp) continue;  // tiles 2 · warp and the next one hold the diagonal
+  for (int n = 0; n < HALF / 4; ++n) {
+    if (first + n < 2 * warp) continue;  // tiles 2 · warp and the next one hold the diagonal
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      if (n > 2 * warp + 1 || column + 8 * (n & 1) + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
+      if (first + n > 2 * warp + 1 || column + 8 * (n & 1) + (e & 1) > row + 8 * (e >> 1)) s[4 * n + e] = NOTHING;
   }
 }
-
-// The same with keys as rows, of the columns from 8 · `first` on.
+// The same with keys as rows.
 template <int HALF>
 RL_D void mask_past(float (&s)[HALF], int first, int warp, int lane) {
   const int row = lane >> 2, column = 2 * (lane & 3);
