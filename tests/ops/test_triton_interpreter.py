@@ -37,6 +37,17 @@ def careless_kernel(x_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def doubled(x):
+    return x + x
+
+
+@triton.jit
+def calling_kernel(x_ptr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    tl.store(x_ptr + lane, doubled(doubled(tl.load(x_ptr + lane))))
+
+
+@triton.jit
 def loop_kernel(out_ptr, N):
     total = 0
     for step in range(0, N):
@@ -86,3 +97,21 @@ def test_importing_the_ops_imports_no_triton() -> None:
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run([sys.executable, "-c", f"{code}; assert 'triton' not in sys.modules"], env=environment, check=True)
+
+
+def test_the_language_is_patched_once_a_launch_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import interpreter as triton_interpreter
+
+    calls = []
+    find = triton_interpreter._patch_builtin
+    monkeypatch.setattr(triton_interpreter, "_patch_builtin", lambda *given: (calls.append(given[0]), find(*given)))
+    load, x = tl.load, torch.ones(4)
+    for launch in (1, 2):
+        calls.clear()
+        calling_kernel[(3,)](x, BLOCK=4)
+        assert calls.count(tl) == 1
+        assert tl.load is load
+        assert x.tolist() == [float(4 ** (3 * launch))] * 4
+    with pytest.raises(Exception, match="bf16"):
+        careless_kernel[(1,)](torch.ones(4, dtype=torch.bfloat16), BLOCK=4)
+    assert tl.load is load
