@@ -68,3 +68,25 @@ def test_compiles_for_hopper(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert (usage.spill_loads, usage.spill_stores) == (0, 0)
     assert macros["WARPS"] == 4
     assert 4 * macros["WARPS"] * macros["LENGTH"] <= tables.SMEM_LIMIT
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("columns", "shapes"), [(COLUMNS, SHAPES), HAL], ids=["many columns", "hal"])
+def test_gradients_on_a_card(columns: InputColumns, shapes: tables.Shapes, dtype: torch.dtype) -> None:
+    if not tables.fits(shapes, torch.device("cuda"), dtype):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(0)
+    rows, width = 20_011, sum(shapes[table][1] for table in columns.tables)
+    ids = torch.stack([torch.randint(shapes[table][0], (rows,), device="cuda") for table in columns.tables], 1).short()
+    dvector = torch.randn(rows, -(-width // 8) * 8, device="cuda").to(dtype)
+    found = [torch.full((tables.length_of(shapes),), float("nan"), device="cuda") for _ in range(2)]
+    for flat in found:
+        tables.table_gradients_raw(dvector, ids, columns, shapes, flat)
+    assert torch.equal(*found)
+    right, offset = [torch.zeros(shape, dtype=torch.float64, device="cuda") for shape in shapes], 0
+    for category, table in enumerate(columns.tables):
+        part = dvector[:, offset : offset + shapes[table][1]].double()
+        right[table].index_add_(0, ids[:, category].long(), part)
+        offset += shapes[table][1]
+    torch.testing.assert_close(found[0].double(), torch.cat([x.flatten() for x in right]), rtol=1e-5, atol=1e-3)

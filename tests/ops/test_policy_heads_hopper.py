@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops.policy_heads import hopper
+from ridgeline.ops.policy_heads import HeadWeights, hopper, policy_heads
 from ridgeline.ops.policy_heads.layout import HeadPlace, Layout, layout
 
 HAL = layout(512, ((256, 9), (260, 37), (279, 6)), hopper.STEP)
@@ -152,3 +152,47 @@ def test_heads_that_do_not_fit_are_refused_in_words() -> None:
     assert "classes and heard logits" in str(hopper.unfit(chatty, torch.bfloat16))
     assert "float32" in str(hopper.unfit(HAL, torch.float32))
     assert "CUDA device" in str(hopper.unsupported(HAL, torch.device("cpu"), torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("width", "shapes", "rows"),
+    [
+        (512, ((256, 9), (260, 37), (279, 6)), 20_011),
+        (256, ((128, 9), (132, 37), (151, 6)), 8_192),
+        (64, ((320, 40),), 65),
+        (40, ((16, 3), (17, 2), (18, 5), (23, 7)), 1_000),
+    ],
+)
+def test_kernel_on_a_card_is_as_near_to_fp64_as_pytorch(
+    width: int, shapes: tuple[tuple[int, int], ...], rows: int, dtype: torch.dtype
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(rows)
+    draw = lambda *shape: torch.randn(*shape, device="cuda")  # noqa: E731
+    heads, seen = [], width
+    for inner, classes in shapes:
+        norm, up = (1 + draw(seen) / 4, draw(seen) / 4), (draw(inner, seen) * seen**-0.5, draw(inner) / 4)
+        heads.append(HeadWeights(*norm, *up, draw(classes, inner) * inner**-0.5, draw(classes) / 4))
+        seen += classes
+    given = [w.to(dtype) for w in (draw(rows, width), *(w for head in heads for w in head))]
+    targets = torch.stack([torch.randint(classes, (rows,), device="cuda") for _, classes in shapes], 1)
+    targets[torch.rand(targets.shape, device="cuda") < 0.1] = -100
+
+    def run(impl: str, precision: torch.dtype) -> list[Tensor]:
+        x, *flat = (w.to(precision).requires_grad_() for w in given)
+        size = len(HeadWeights._fields)
+        weights = [HeadWeights(*flat[at : at + size]) for at in range(0, len(flat), size)]
+        losses = policy_heads(x, weights, targets, impl=impl)
+        return [losses.detach(), *torch.autograd.grad(losses.sum(), [x, *flat])]
+
+    exact, plain, got, again = (
+        run(impl, precision)
+        for impl, precision in (("reference", torch.float64), ("reference", dtype), ("cuda", dtype), ("cuda", dtype))
+    )
+    for place, (right, budget, mine, repeated) in enumerate(zip(exact, plain, got, again, strict=True)):
+        assert torch.equal(mine, repeated), place
+        error, allowed = ((x.double() - right).norm() / right.norm() for x in (mine, budget))
+        assert error <= 1.5 * allowed + 2e-4, (place, float(error), float(allowed))
