@@ -88,34 +88,16 @@ def inner_chunk(
     return v_RJ, v_RJ + tl.load(c_ptr + column_J)[None, :], s_J
 
 
-@triton.jit(do_not_specialize=["N", "target_stride"])
-def head_kernel(
-    x_ptr, p_ptr, a_ptr, side_ptr, dl_ptr, state_ptr, rows_ptr, partials_ptr, targets_ptr,
-    s_ptr, c_ptr, b_ptr, down_ptr, down_bias_ptr, N, target_stride, eps,
-    C: tl.constexpr, E: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr,
-    DL: tl.constexpr, SUMS: tl.constexpr, CLASS_AT: tl.constexpr, STATISTICS_AT: tl.constexpr, LOSS_AT: tl.constexpr,
-    HEARD: tl.constexpr, GRADIENT: tl.constexpr, PRECISE: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
-    STAGES: tl.constexpr,
+@triton.jit
+def head_statistics(
+    x_ptr, side_ptr, state_ptr, row_R, inside_R, N, eps,
+    C: tl.constexpr, E: tl.constexpr, SIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One head on a tile of rows: logits, loss, and with GRADIENT everything its backward pass needs.
+    """Earlier logits (none for the first head), mean and deviation of each row of [x | earlier logits].
 
-    p is this head's part of A x and becomes q. The first head leaves mean and squares of x in `state`.
+    The first head leaves mean and squares of x in `state`.
     """
-    tile = tl.program_id(0)
-    first_row = tl.cast(tile, tl.int64) * ROWS
-    row_R = tl.arange(0, ROWS)  # of the tile, as are all places below
-    inside_R = first_row + row_R < N
-    x_ptr += first_row * C
-    p_ptr += first_row * W
-    a_ptr += first_row * W
-    side_ptr += first_row * SIDE
-    dl_ptr += first_row * DL
-    state_ptr += first_row
-    rows_ptr += first_row
-    targets_ptr += first_row * target_stride
-    S: tl.constexpr = C + E
-    dtype = p_ptr.dtype.element_ty
     if E == 0:
         mean_R, squares_R = state_statistics(x_ptr, row_R, inside_R, C, ROWS, BLOCK_C)
         tl.store(state_ptr + row_R, mean_R, mask=inside_R)
@@ -128,20 +110,94 @@ def head_kernel(
         inside_RE = inside_R[:, None] & (column_E < E)[None, :]
         heard_RE = tl.load(side_ptr + row_R[:, None] * SIDE + column_E[None, :], mask=inside_RE, other=0.0)
         wide_RE = heard_RE.to(tl.float32)
-        mean_R = (state_mean_R * C + tl.sum(wide_RE, axis=1)) / S
+        mean_R = (state_mean_R * C + tl.sum(wide_RE, axis=1)) / (C + E)
         d_RE = tl.where((column_E < E)[None, :], wide_RE - mean_R[:, None], 0.0)
         apart_R = state_mean_R - mean_R
         squares_R += apart_R * apart_R * C + tl.sum(d_RE * d_RE, axis=1)
-    deviation_R = tl.sqrt(squares_R / S + eps)
+    return heard_RE, mean_R, tl.sqrt(squares_R / (C + E) + eps)
+
+
+@triton.jit
+def head_losses(logits_RV, target_R, valid_R, partials_ptr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Losses of the tile's rows, added up, and the number of valid rows, into `partials`; the logits' gradients."""
+    class_V = tl.arange(0, BLOCK_V)
+    known_V = class_V < V
+    logits_RV = tl.where(known_V[None, :], logits_RV, float("-inf"))
+    highest_R = tl.max(logits_RV, axis=1)
+    e_RV = tl.exp2((logits_RV - highest_R[:, None]) * _LOG2_E)
+    sum_R = tl.sum(e_RV, axis=1)
+    hit_RV = class_V[None, :] == target_R[:, None]
+    chosen_R = tl.sum(tl.where(hit_RV, logits_RV, 0.0), axis=1)
+    chosen_R = tl.where((target_R >= 0) & (target_R < V), chosen_R, float("nan"))
+    loss_R = tl.where(valid_R, highest_R + tl.log(sum_R) - chosen_R, 0.0)
+    tl.store(partials_ptr, tl.sum(loss_R, axis=0))
+    tl.store(partials_ptr + 1, tl.sum(valid_R.to(tl.float32), axis=0))
+    dl_RV = e_RV * (1.0 / sum_R)[:, None] - hit_RV.to(tl.float32)
+    return tl.where(valid_R[:, None] & known_V[None, :], dl_RV, 0.0)
+
+
+@triton.jit
+def head_gradient(
+    p_ptr, s_ptr, c_ptr, b_ptr, down_ptr, rows_ptr, dl_RV, heard_RE, row_R, inside_R, mean_R, rstd_R, N,
+    S: tl.constexpr, E: tl.constexpr, H: tl.constexpr, W: tl.constexpr, PRECISE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """q in p's place, α and β into `rows`, from the logits' gradients as stored."""
+    dtype = p_ptr.dtype.element_ty
+    class_V = tl.arange(0, BLOCK_V)
+    c1_R = tl.zeros_like(mean_R)
+    c2_R = tl.zeros_like(mean_R)
+    for first in tl.range(0, H, CHUNK, num_stages=STAGES):
+        column_J = first + tl.arange(0, CHUNK)
+        place_RJ = row_R[:, None] * W + column_J[None, :]
+        v_RJ, u_RJ, s_J = inner_chunk(
+            p_ptr, s_ptr, c_ptr, b_ptr, place_RJ, inside_R, column_J, heard_RE, mean_R, rstd_R, E, W, BLOCK_E
+        )
+        down_VJ = tl.load(down_ptr + class_V[:, None] * W + column_J[None, :])
+        du_RJ = tl.dot(dl_RV, down_VJ, input_precision="ieee") * gelu_derivative(u_RJ, False, PRECISE)
+        tl.store(p_ptr + place_RJ, (du_RJ * rstd_R[:, None]).to(dtype), mask=inside_R[:, None])
+        c1_R += tl.sum(du_RJ * s_J[None, :], axis=1)
+        c2_R += tl.sum(du_RJ * v_RJ, axis=1)
+    slope_R = -rstd_R * rstd_R * c2_R / S
+    tl.store(rows_ptr + row_R, -rstd_R * c1_R / S - mean_R * slope_R, mask=inside_R)
+    tl.store(rows_ptr + N + row_R, slope_R, mask=inside_R)
+
+
+@triton.jit(do_not_specialize=["N", "target_stride"])
+def head_kernel(
+    x_ptr, p_ptr, a_ptr, side_ptr, dl_ptr, state_ptr, rows_ptr, partials_ptr, targets_ptr,
+    s_ptr, c_ptr, b_ptr, down_ptr, down_bias_ptr, N, target_stride, eps,
+    C: tl.constexpr, E: tl.constexpr, V: tl.constexpr, H: tl.constexpr, W: tl.constexpr, SIDE: tl.constexpr,
+    DL: tl.constexpr, SUMS: tl.constexpr, CLASS_AT: tl.constexpr, STATISTICS_AT: tl.constexpr, LOSS_AT: tl.constexpr,
+    HEARD: tl.constexpr, GRADIENT: tl.constexpr, PRECISE: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One head on a tile of rows: logits, loss, and with GRADIENT everything its backward pass needs.
+
+    p is this head's part of A x and becomes q.
+    """
+    tile = tl.program_id(0)
+    first_row = tl.cast(tile, tl.int64) * ROWS
+    row_R = tl.arange(0, ROWS)  # of the tile, as are all places below
+    inside_R = first_row + row_R < N
+    p_ptr += first_row * W
+    a_ptr += first_row * W
+    side_ptr += first_row * SIDE
+    partials_ptr += tile * SUMS
+    dtype = p_ptr.dtype.element_ty
+    heard_RE, mean_R, deviation_R = head_statistics(
+        x_ptr + first_row * C, side_ptr, state_ptr + first_row, row_R, inside_R, N, eps,
+        C, E, SIDE, ROWS, BLOCK_C, BLOCK_E,
+    )  # fmt: skip
     rstd_R = 1.0 / deviation_R
 
     logits_RV = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     class_V = tl.arange(0, BLOCK_V)
-    lane_J = tl.arange(0, CHUNK)
     for first in tl.range(0, H, CHUNK, num_stages=STAGES):
-        column_J = first + lane_J
+        column_J = first + tl.arange(0, CHUNK)
         place_RJ = row_R[:, None] * W + column_J[None, :]
-        v_RJ, u_RJ, s_J = inner_chunk(
+        _v_RJ, u_RJ, _s_J = inner_chunk(
             p_ptr, s_ptr, c_ptr, b_ptr, place_RJ, inside_R, column_J, heard_RE, mean_R, rstd_R, E, W, BLOCK_E
         )
         a_RJ = gelu(u_RJ, False, PRECISE).to(dtype)
@@ -151,50 +207,22 @@ def head_kernel(
         logits_RV = tl.dot(a_RJ, down_JV, logits_RV, input_precision="ieee")
 
     known_V = class_V < V
+    inside_RV = inside_R[:, None] & known_V[None, :]
     logits_RV += tl.load(down_bias_ptr + class_V, mask=known_V, other=0.0).to(tl.float32)[None, :]
     if HEARD:
-        place_RV = row_R[:, None] * SIDE + (E + class_V)[None, :]
-        tl.store(side_ptr + place_RV, logits_RV.to(dtype), mask=inside_R[:, None] & known_V[None, :])
-    target_R = tl.load(targets_ptr + row_R * target_stride, mask=inside_R, other=0).to(tl.int32)
-    valid_R = inside_R & (target_R != _IGNORE)
-    logits_RV = tl.where(known_V[None, :], logits_RV, float("-inf"))
-    highest_R = tl.max(logits_RV, axis=1)
-    e_RV = tl.exp2((logits_RV - highest_R[:, None]) * _LOG2_E)
-    sum_R = tl.sum(e_RV, axis=1)
-    hit_RV = class_V[None, :] == target_R[:, None]
-    chosen_R = tl.sum(tl.where(hit_RV, logits_RV, 0.0), axis=1)
-    chosen_R = tl.where((target_R >= 0) & (target_R < V), chosen_R, float("nan"))
-    loss_R = tl.where(valid_R, highest_R + tl.log(sum_R) - chosen_R, 0.0)
-    partials_ptr += tile * SUMS
-    tl.store(partials_ptr + LOSS_AT, tl.sum(loss_R, axis=0))
-    tl.store(partials_ptr + LOSS_AT + 1, tl.sum(valid_R.to(tl.float32), axis=0))
-    if not GRADIENT:
-        return
-
-    dl_RV = e_RV * (1.0 / sum_R)[:, None] - hit_RV.to(tl.float32)
-    dl_RV = tl.where(valid_R[:, None] & known_V[None, :], dl_RV, 0.0)
-    tl.store(partials_ptr + CLASS_AT + class_V, tl.sum(dl_RV, axis=0), mask=known_V)
-    stored_RV = dl_RV.to(dtype)
-    place_RV = row_R[:, None] * DL + (CLASS_AT + class_V)[None, :]
-    tl.store(dl_ptr + place_RV, stored_RV, mask=inside_R[:, None] & known_V[None, :])
-    tl.store(side_ptr + row_R * SIDE + STATISTICS_AT, mean_R.to(dtype), mask=inside_R)
-    tl.store(side_ptr + row_R * SIDE + STATISTICS_AT + 1, deviation_R.to(dtype), mask=inside_R)
-    c1_R = tl.zeros((ROWS,), dtype=tl.float32)
-    c2_R = tl.zeros((ROWS,), dtype=tl.float32)
-    for first in tl.range(0, H, CHUNK, num_stages=STAGES):
-        column_J = first + lane_J
-        place_RJ = row_R[:, None] * W + column_J[None, :]
-        v_RJ, u_RJ, s_J = inner_chunk(
-            p_ptr, s_ptr, c_ptr, b_ptr, place_RJ, inside_R, column_J, heard_RE, mean_R, rstd_R, E, W, BLOCK_E
-        )
-        down_VJ = tl.load(down_ptr + class_V[:, None] * W + column_J[None, :])
-        du_RJ = tl.dot(stored_RV, down_VJ, input_precision="ieee") * gelu_derivative(u_RJ, False, PRECISE)
-        tl.store(p_ptr + place_RJ, (du_RJ * rstd_R[:, None]).to(dtype), mask=inside_R[:, None])
-        c1_R += tl.sum(du_RJ * s_J[None, :], axis=1)
-        c2_R += tl.sum(du_RJ * v_RJ, axis=1)
-    slope_R = -rstd_R * rstd_R * c2_R / S
-    tl.store(rows_ptr + row_R, -rstd_R * c1_R / S - mean_R * slope_R, mask=inside_R)
-    tl.store(rows_ptr + N + row_R, slope_R, mask=inside_R)
+        tl.store(side_ptr + row_R[:, None] * SIDE + (E + class_V)[None, :], logits_RV.to(dtype), mask=inside_RV)
+    target_R = tl.load(targets_ptr + (first_row + row_R) * target_stride, mask=inside_R, other=0).to(tl.int32)
+    dl_RV = head_losses(logits_RV, target_R, inside_R & (target_R != _IGNORE), partials_ptr + LOSS_AT, V, BLOCK_V)
+    if GRADIENT:
+        tl.store(partials_ptr + CLASS_AT + class_V, tl.sum(dl_RV, axis=0), mask=known_V)
+        stored_RV = dl_RV.to(dtype)
+        tl.store(dl_ptr + (first_row + row_R)[:, None] * DL + (CLASS_AT + class_V)[None, :], stored_RV, mask=inside_RV)
+        tl.store(side_ptr + row_R * SIDE + STATISTICS_AT, mean_R.to(dtype), mask=inside_R)
+        tl.store(side_ptr + row_R * SIDE + STATISTICS_AT + 1, deviation_R.to(dtype), mask=inside_R)
+        head_gradient(
+            p_ptr, s_ptr, c_ptr, b_ptr, down_ptr, rows_ptr + first_row, stored_RV, heard_RE, row_R, inside_R, mean_R,
+            rstd_R, N, C + E, E, H, W, PRECISE, CHUNK, BLOCK_E, BLOCK_V, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
