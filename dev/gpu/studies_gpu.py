@@ -7,6 +7,8 @@ added), boxing (recipes on Boxing's demonstrations), divergence, search, inversi
 What is trained does not mind sharing a card; what a comparison timed while others ran is thrown away and timed again at
 the end, when nothing else runs.
 SECONDS ends it: what was not finished by then leaves its runs in $OUT/runs.tgz.
+
+`untimed` as a job leaves the timing to a later call with `retime`, which finds the runs in $STUDIES and trains nothing.
 """
 
 import json
@@ -21,7 +23,7 @@ import time
 from pathlib import Path
 
 BEGUN = time.monotonic()
-HOME = Path(os.environ.get("STUDIES", "/dev/shm/studies"))
+HOME = Path(os.environ.get("STUDIES", "/tmp/studies"))
 OUT = Path(os.environ.get("OUT", "out"))
 FRESH_S = 16
 TIMING_S = 24  # a job a card, kept for the steps that are timed alone
@@ -143,24 +145,26 @@ def keep(name):
 
 
 def main():
-    limit, text, asked = float(sys.argv[1]), sys.argv[2], [name for name in sys.argv[3:] if name != "fresh"]
-    fresh = "fresh" in sys.argv[3:]
+    limit, text, asked = float(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    fresh, untimed, retime = (word in asked for word in ("fresh", "untimed", "retime"))
+    asked = [name for name in asked if name not in ("fresh", "untimed", "retime")]
     OUT.mkdir(parents=True, exist_ok=True)
     HOME.mkdir(parents=True, exist_ok=True)
-    prepare("tinyshakespeare", "--file", text)
+    if not retime:
+        prepare("tinyshakespeare", "--file", text)
     import torch
 
     cards = torch.cuda.device_count() or 1
     known = commands(cards)
-    timed = [name for name in asked if known[name][1]]
+    timed = [name for name in asked if known[name][1] and not untimed]
     train_s = limit - 4 - TIMING_S * -(-len(timed) // cards) - (FRESH_S if fresh else 0)
     jobs = {}
-    for name in sorted(asked, key=lambda name: name in GAMES):
+    for name in () if retime else sorted(asked, key=lambda name: name in GAMES):
         if name in GAMES and not GAMES & jobs.keys():
             prepare("boxing")
         jobs[name] = start(name, known[name][0], train_s - (time.monotonic() - BEGUN))
     codes = wait(jobs, BEGUN + train_s)
-    left = [name for name in timed if codes.get(name) == 0]
+    left = [name for name in timed if retime or codes.get(name) == 0]
     for name in left:
         for file in (HOME / name).rglob("pace.json"):
             file.unlink()
@@ -192,7 +196,8 @@ def main():
             for file in HOME.rglob(pattern):
                 tar.add(file, file.relative_to(HOME))
     (OUT / "studies.json").write_text(json.dumps(codes))
-    shutil.rmtree(HOME, ignore_errors=True)
+    if not untimed:
+        shutil.rmtree(HOME, ignore_errors=True)
     say("end")
 
 

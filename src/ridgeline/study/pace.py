@@ -18,7 +18,7 @@ from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.stages import Course, stages_of
 
 WARM_SECONDS = 2.0
-TURN_SECONDS = 0.5
+TURN_SECONDS = 0.3
 LEAST_STEPS = 5
 
 
