@@ -141,7 +141,7 @@ def _repair_scalars() -> None:
 
 
 def _patch_once() -> None:
-    """A device function finds the language patched by its kernel; and the NumPy dtype of a Triton dtype is looked up once."""
+    """A device function finds the language patched by its kernel, and the NumPy dtype of a Triton dtype is kept."""
     import triton.language as tl
     import triton.runtime.interpreter as interpreter
 
