@@ -45,6 +45,19 @@ def test_a_run_learns_and_leaves_config_metrics_and_two_checkpoints(config, chan
     json.dumps(summary)
 
 
+def test_best_is_the_lowest_validation_also_across_a_stop(config, change, monkeypatch):
+    losses = iter([3.0, 2.0, 2.5, 2.0, 1.5, 9.0])  # after steps 3, 6, 9, 12; then of the run that goes on, 15 and 18
+    monkeypatch.setattr("ridgeline.train.loop.validate", lambda *_: next(losses))
+    config = change(config, eval_interval=3, checkpoint_interval=100)
+    train(config)
+    assert checkpoint.load("run/best").meta["step"] == 6  # equal is not better
+    assert checkpoint.load("run/last").meta["best_loss"] == 2.0
+    resume("run", change(config, steps=18))
+    best, last = checkpoint.load("run/best").meta, checkpoint.load("run/last").meta
+    assert (best["step"], best["val_loss"], best["best_loss"]) == (15, 1.5, 1.5)
+    assert (last["step"], last["val_loss"], last["best_loss"]) == (18, 9.0, 1.5)
+
+
 def test_equal_seeds_give_equal_runs_and_others_do_not(config, change):
     train(config)
     train(change(config, out="again"))
