@@ -29,7 +29,8 @@ class Choices:
             "residual" (and the residual written by the product, so that the norm stands alone).
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
-            gradient of the joint projection).
+            gradient of the joint projection). "mixed": the input gradient of attention's output projection ends the
+            kernel of the MLP's gradient.
         grouped: all blocks' weight gradients in one launch with every bias's sums, or each by cuBLAS.
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
     """

@@ -1,41 +1,36 @@
-// How 16 rows × 128 inner columns of a warp leave for memory: 32 columns at a time, through two panels of its own in turns.
+// How 16 rows × 128 inner columns of a warp leave for memory: through panels of 32 columns of its own.
 #pragma once
 #include "tile.cuh"
 
 namespace rl {
 
-constexpr int PANEL_BYTES = 16 * 64;               // 16 rows × 32 columns under the 64-byte swizzle
-constexpr int PANELS_BYTES = 4 * 2 * PANEL_BYTES;  // a warpgroup's
+constexpr int PANEL_BYTES = 16 * 64;  // 16 rows × 32 columns under the 64-byte swizzle
 
+// A warp has PARTS panels, which leave together. Before its loads of what comes next and its stores: the fence waits for both.
+template <int PARTS>
 struct Outlet {
+  static constexpr int BYTES = 4 * PARTS * PANEL_BYTES;  // a warpgroup's
   const TensorMap* map;
   u32 panels;  // the warpgroup's area
-  // Columns 32 part … of the 128 from `column` on. `pairs`: packed as A fragments, 16 columns each.
-  RL_D void send(int part, const u32 (&pairs)[8][4], int column, int row, const Place& me) const {
-    const u32 panel = panels + (2 * me.warp + part % 2) * PANEL_BYTES;
+  // Columns 32 first … of the 128 from `column` on. `pairs`: packed as A fragments, 16 columns each.
+  RL_D void send(int first, const u32 (&pairs)[8][4], int column, int row, const Place& me) const {
     const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
-    if (me.lane == 0) store_wait_read<1>();  // what this panel held has left
+    const u32 mine = panels + PARTS * me.warp * PANEL_BYTES;
+    if (me.lane == 0) store_wait_read<0>();  // what the panels held has left
     sync_warp();
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32(&p)[4] = pairs[2 * part + i];
-      store_matrices(panel + swizzle64(panel_row, 2 * i + matrix / 2), p[0], p[1], p[2], p[3]);
+    for (int i = 0; i < 2 * PARTS; ++i) {
+      const u32(&p)[4] = pairs[2 * first + i];
+      store_matrices(mine + i / 2 * PANEL_BYTES + swizzle64(panel_row, i % 2 * 2 + matrix / 2), p[0], p[1], p[2], p[3]);
     }
     fence_async();
     sync_warp();
     if (me.lane == 0) {
-      store_2d(map, panel, column + 32 * part, row + 16 * me.warp);
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        store_2d(map, mine + part * PANEL_BYTES, column + 32 * (first + part), row + 16 * me.warp);
       store_commit();
     }
-  }
-  // The first half of the 128 columns leaves at once, the second between the next `products`, when its panels are free.
-  RL_D void send_first(const u32 (&pairs)[8][4], int column, int row, const Place& me) const {
-    send(0, pairs, column, row, me);
-    send(1, pairs, column, row, me);
-  }
-  RL_D void send_between(int product, const u32 (&pairs)[8][4], int column, int row, const Place& me) const {
-    if (product == HALVES - 1) send(2, pairs, column, row, me);
-    if (product == HALVES) send(3, pairs, column, row, me);
   }
 };
 
