@@ -52,6 +52,7 @@ CASES = [
     Case(T=256, H=2, G=2, D=64, rows=300, p=0.2, seed=1),
     Case(T=177, H=3, G=3, D=64, rows=177, p=0.2, grid=1, seed=2, late=True),
     Case(T=100, H=4, G=2, D=64, rows=0, p=0.0, seed=3, late=True),
+    Case(T=256, H=3, G=3, D=64, rows=0, p=0.1, grid=1, seed=12, late=True),
     Case(T=37, H=3, G=3, D=32, rows=64, p=0.3, grid=1, seed=4),
     Case(T=256, H=3, G=3, D=32, rows=256, p=0.2, grid=1, seed=7, late=True),
     Case(T=128, H=5, G=5, D=64, rows=200, p=0.2, grid=1, seed=8),
