@@ -123,6 +123,15 @@ def test_a_block_that_is_used_twice_is_written_once_and_added_to_once(played: Ca
     equals_the_reference_to_rounding(model)
 
 
+@pytest.mark.parametrize("limit", [0, 4000])
+def test_gradients_are_launched_as_they_gather(
+    monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None], limit: int
+) -> None:
+    monkeypatch.setattr(gradients, "GATHERED_BYTES", limit)
+    played(Choices(attention="reference", mlp="torch", rows=ROWS, grouped=True, early=False))
+    equals_the_reference_to_rounding(decoder(CONFIGS["learned, tanh"], layers=2))
+
+
 @pytest.mark.parametrize("out", ["cuda", "residual"])
 @pytest.mark.parametrize("name", ["learned, tanh", "relative, dropout, exact"])
 def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(

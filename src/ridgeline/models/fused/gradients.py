@@ -12,10 +12,12 @@ from torch import Tensor
 from ridgeline.models.fused.choices import Choices
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
-from ridgeline.ops.linear.reduce import Job
+from ridgeline.ops.linear.reduce import Job, reduce_raw
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient, weight_gradients_raw
 from ridgeline.ops.sink import GradientSink, sink_of
 from ridgeline.ops.streams import side_stream
+
+GATHERED_BYTES = 1 << 29  # of gradients that wait for their launch: by then there is enough to fill a card
 
 
 class Place(NamedTuple):
@@ -28,10 +30,10 @@ class Place(NamedTuple):
 class WeightGradients:
     """The gradients of a stack's weights, beside its backward pass, none of which waits for them.
 
-    They may take a stream of their own (in a captured step a parallel branch), or be gathered until `finish` launches
-    those of all blocks as one group, which the sinks' owner waits for: what comes after the stack runs beside it.
-    Whatever they read is kept alive until then: memory freed on one stream could be handed out again while the other
-    still reads it.
+    They may take a stream of their own (in a captured step a parallel branch), or be gathered until there are many, or
+    until `finish`, and launched as one group; the sinks' owner waits for the last: what comes after the stack runs
+    beside it. Whatever they read is kept alive until then: memory freed on one stream could be handed out again while
+    the other still reads it.
 
     Attributes:
         deferred: what a call has been given may be read after the call, so nothing may be written over it.
@@ -47,6 +49,7 @@ class WeightGradients:
         self._group: list[Gradient] = []
         self._sums: list[Job] = []
         self._gathered: set[int] = set()  # weights that group and sums write
+        self._bytes = 0  # of the gradients that the group keeps alive
         self._taken: list[GradientSink] = []
         self._results: dict[int, Tensor] = {}
 
@@ -59,12 +62,13 @@ class WeightGradients:
     ) -> None:
         """The gradients of y = x Wᵀ + b: dyᵀ x, and the column sums of dy (or of partial sums over its rows)."""
         if self._grouped:
+            if len(self._group) == MAX_PROBLEMS or self._bytes > GATHERED_BYTES:
+                self._flush()
             self._apart(weight_MK, bias_M)
             weight = self._place(weight_MK)
             bias = self._place(bias_M) if bias_M is not None else Place(None, False)  # type: ignore[arg-type]
             self._group.append(Gradient(dy_NM, x_NK, weight.target, bias.target, weight.add, bias.add))
-            if len(self._group) == MAX_PROBLEMS:
-                self._flush()
+            self._bytes += dy_NM.numel() * dy_NM.element_size()
             return
         self._beside(self._product, weight_MK, dy_NM, x_NK)
         if bias_M is not None and partials_PM is not None:
@@ -111,10 +115,11 @@ class WeightGradients:
         self._group, self._sums, self._taken = [], [], []
 
     def _flush(self) -> None:
-        if self._group:
+        if self._group or self._sums:
             self._beside(self._launch_group, self._group, self._sums, self._taken)
             self._group, self._sums, self._taken = [], [], []
         self._gathered.clear()
+        self._bytes = 0
 
     def _apart(self, *weights: Tensor | None) -> None:
         """A weight that is used twice is written by one launch and added to by a later one."""
@@ -178,7 +183,10 @@ class WeightGradients:
             sink.finished()
 
     def _launch_group(self, group: Sequence[Gradient], sums: Sequence[Job], taken: Sequence[GradientSink]) -> None:
-        weight_gradients_raw(group, also=sums)
+        if group:
+            weight_gradients_raw(group, also=sums)
+        else:
+            reduce_raw(sums)
         for sink in taken:
             sink.finished()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ridgeline.models.fused.gradients import WeightGradients
 from ridgeline.models.fused.joins import Join, Norm, Pass, join_backward, join_forward
 from ridgeline.models.fused.mlp import MlpWeights
 from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.early import early_launches
 
 
 def _norm(module: torch.nn.Module) -> Norm:
@@ -59,17 +61,22 @@ def _joins(blocks: list[BlockWeights], final: Norm) -> list[Join]:
     return [Join(*parameters) for parameters in zip(biases, norms, sites, strict=True)]
 
 
+def _launches(run: Pass) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if run.choices.early else early_launches(False)
+
+
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Pass, x_NC: Tensor, *flat: Tensor | None) -> Tensor:
         blocks, final = _unflatten(flat)
         joins = _joins(blocks, final)
-        joined = join_forward(run, x_NC, None, joins[0], in_place=False)
-        ctx.joined, ctx.saved = [joined], []
-        for layer, weights in enumerate(blocks):
-            saved, joined = block_forward(run, weights, joined, joins[layer + 1], dropout_sites(layer))
-            ctx.joined.append(joined)
-            ctx.saved.append(saved)
+        with _launches(run):
+            joined = join_forward(run, x_NC, None, joins[0], in_place=False)
+            ctx.joined, ctx.saved = [joined], []
+            for layer, weights in enumerate(blocks):
+                saved, joined = block_forward(run, weights, joined, joins[layer + 1], dropout_sites(layer))
+                ctx.joined.append(joined)
+                ctx.saved.append(saved)
         ctx.run, ctx.flat = run, flat
         return joined.h_NC
 
@@ -79,12 +86,20 @@ class _Stack(torch.autograd.Function):
         blocks, final = _unflatten(ctx.flat)
         joins, run = _joins(blocks, final), ctx.run
         grads = WeightGradients(dh_NC.device, run.choices)
-        behind = join_backward(run, dh_NC.contiguous(), None, ctx.joined.pop(), joins[-1], grads)
-        for layer in reversed(range(len(blocks))):
-            behind = block_backward(
-                run, blocks[layer], ctx.joined.pop(), ctx.saved.pop(), behind, joins[layer], dropout_sites(layer), grads
-            )
-        grads.finish()
+        with _launches(run):
+            behind = join_backward(run, dh_NC.contiguous(), None, ctx.joined.pop(), joins[-1], grads)
+            for layer in reversed(range(len(blocks))):
+                behind = block_backward(
+                    run,
+                    blocks[layer],
+                    ctx.joined.pop(),
+                    ctx.saved.pop(),
+                    behind,
+                    joins[layer],
+                    dropout_sites(layer),
+                    grads,
+                )
+            grads.finish()
         return None, behind.dbranch_NC, *map(grads.take, ctx.flat)
 
 
