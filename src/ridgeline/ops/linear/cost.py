@@ -5,7 +5,7 @@
     input gradient          2NKM    dy, W             dx
     weight gradient         2NKM    dy, x             dW, db (fp32)
 
-An epilogue reads or writes further (N, M) tensors: the residual it adds, the activation it writes beside its input.
+An epilogue reads or writes further (N, M) tensors: the residual it adds, GELU's derivative beside the activation.
 With `chunked` the (N, M) side, y and dy, never travels: a loss over many classes is taken in chunks of rows.
 """
 
@@ -36,7 +36,7 @@ def linear_forward(
         bias: whether there is one.
         store: sizes of numbers.
         reads: (N, M) tensors that the epilogue reads, such as the residual.
-        writes: (N, M) tensors written: the result, and the pre-activation where it is kept.
+        writes: (N, M) tensors written: the result, and GELU's input or derivative where that is kept.
         element_flops: vector FLOPs that the epilogue does for each of the N × M results.
         chunked: y stays on chip.
         count: how often a step runs it.
@@ -64,7 +64,7 @@ def linear_input_gradient(
     chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
-    """dx = dy W; the epilogue may read (N, K) tensors, such as the pre-activation whose derivative it applies."""
+    """dx = dy W; the epilogue may read (N, K) tensors, such as GELU's derivative or the input that has it."""
     return OpCost(
         name=f"{name}.input_gradient",
         phase="backward",
