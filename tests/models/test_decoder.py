@@ -108,7 +108,9 @@ def test_a_half_batch_draws_its_part_of_the_whole_batchs_masks() -> None:
         ({"kv_heads": 3}, r"heads=4; set kv_heads \(--model.decoder.kv-heads\) to a divisor of heads"),
         ({"positions": "learned", "position_table": 8}, r"raise position_table \(--model.decoder.position-table\)"),
         ({"dropout": 1.0}, "dropout"),
-        ({"layers": 0}, "layers"),
+        ({"layers": 0}, "layers must be at least 1 and at most 16,777,216, got 0"),
+        ({"position_table": 2**70}, "position_table must be at least 1 and at most 16,777,216"),
+        ({"norm_eps": float("nan")}, "norm_eps must be positive"),
         ({"norm": "batchnorm"}, "norm must be one of"),
     ],
 )

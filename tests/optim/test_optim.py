@@ -117,7 +117,9 @@ def test_state_of_another_model_is_refused():
         ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
         ({"stable": 1.0}, "stable must be in"),
         ({"eps": 0.0}, "eps must be positive"),
+        ({"eps": math.nan}, "eps must be positive"),
         ({"weight_decay": -0.1}, "weight_decay must be 0 or more"),
+        ({"weight_decay": math.inf}, "weight_decay must be 0 or more"),
         ({"clip": math.nan}, "clip must be 0 or more"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +12,7 @@ Norm = Literal["layernorm", "rmsnorm"]
 Gelu = Literal["exact", "tanh"]
 Positions = Literal["learned", "relative", "none"]
 Conditioning = Literal["logits", "classes"]
+LARGEST = 1 << 24  # of any size; what no memory holds is told before it is asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +52,10 @@ class DecoderConfig:
     context: int = 256
 
     def __post_init__(self) -> None:
-        for field in ("layers", "width", "heads", "context"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1, got {getattr(self, field)}")
-        for field in ("kv_heads", "head_width", "mlp_width", "position_table"):
+        for field in ("layers", "width", "heads", "context", "kv_heads", "head_width", "mlp_width", "position_table"):
             value = getattr(self, field)
-            if value is not None and value < 1:
-                raise ConfigError(f"{field} must be at least 1, got {value}")
+            if value is not None and not 1 <= value <= LARGEST:
+                raise ConfigError(f"{field} must be at least 1 and at most {LARGEST:,}, got {value}")
         for field, known in (
             ("norm", ("layernorm", "rmsnorm")),
             ("gelu", ("exact", "tanh")),
@@ -78,7 +77,7 @@ class DecoderConfig:
             raise ConfigError(f"width must be a multiple of 4, got {self.width}")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be in [0, 1), got {self.dropout}")
-        if self.norm_eps <= 0:
+        if not 0 < self.norm_eps < math.inf:
             raise ConfigError(f"norm_eps must be positive, got {self.norm_eps}")
         if self.positions != "none" and self.context > self.table_rows:
             raise ConfigError(
@@ -127,8 +126,8 @@ class LanguageConfig:
     tied: bool = False
 
     def __post_init__(self) -> None:
-        if self.vocabulary < 2:
-            raise ConfigError(f"vocabulary must be at least 2, got {self.vocabulary}")
+        if not 2 <= self.vocabulary <= LARGEST:
+            raise ConfigError(f"vocabulary must be at least 2 and at most {LARGEST:,}, got {self.vocabulary}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,11 +54,12 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.stable must be in [0, 1), got {self.stable}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
-        if self.eps <= 0:
+        if not 0 < self.eps < math.inf:
             raise ConfigError(f"optimizer.eps must be positive, got {self.eps}")
-        for field in ("weight_decay", "clip"):
-            if not getattr(self, field) >= 0:
-                raise ConfigError(f"optimizer.{field} must be 0 or more, got {getattr(self, field)}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
+        if not self.clip >= 0:
+            raise ConfigError(f"optimizer.clip must be 0 or more, got {self.clip}")
 
     def at_rate(self, lr: float) -> OptimizerConfig:
         """The same settings with another peak learning rate and the floor in proportion."""
