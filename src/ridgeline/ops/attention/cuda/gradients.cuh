@@ -82,9 +82,6 @@ RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, f
   store_rows(a.dv + at, a.kv_pitch, dv, kept, kept, rows, p.lane);
 #endif
 }
-// Whether the next visit's rows come behind a square's products: where its queries take the place of others, which may be in
-// use until late, and the stage of P and dS that those products free is the only one.
-constexpr bool PREPARES_LATE = SPLIT || BLOCKS == 1;
 RL_D void run_keys(const Arguments& a, const Place& p) {
   float dk[OPEN_KEYS][D / 2], dv[OPEN_KEYS][D / 2];
   u32 done = 0;
@@ -106,7 +103,8 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
         const int for_unit = same_head ? unit : a.next_unit(unit);
         if (for_unit < a.heads_in_all) visits.prepare(a, p, for_unit, next_visit(n) & 15, (same_head ? done : ~done) & 1);
       };
-      if (q.first && !PREPARES_LATE) prepare_next();
+      // The next visit's tiles do not wait for this one's, except where there is but one block.
+      if (q.first && BLOCKS > 1) prepare_next();
       barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands(), queries = operands + queries_operand(q.i);
       const u32 squares = operands + stage.index * units(SQUARE);
@@ -119,7 +117,7 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
       wgmma_touch(dk[slot]);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (q.i == q.j && a.closes_group(unit)) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
-      if (q.first && PREPARES_LATE) prepare_next();
+      if (BLOCKS == 1) prepare_next();
     }
   }
 }
@@ -223,11 +221,6 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       if (RELATIVE && opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
       if (opens_keys(n)) barrier_wait(p.barrier(KEYS_FULL + q.j), done & 1);
       const Stage stage(squares);
-      if (SPLIT) {
-        if (n == 0 && squares > 0 && p.warp == 0 && p.lane == 0)
-          copy_after(a, p, unit_before, SQUARES - 1, squares - 1, windows);  // at once: all wait for these
-        sync_warp();
-      }
       barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands();
       wgmma_fence();
@@ -235,7 +228,7 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       wgmma_commit();
       keeper.draw(a, p);  // for the square after the next one: `scores` has read this one's
       // A square late, when nobody is still busy with it; where blocks are many there is time until the tiles are needed.
-      if (BLOCKS > 2 && squares > 0 && p.warp == 0 && p.lane == 0 && !(SPLIT && n == 0))
+      if (BLOCKS > 2 && squares > 0 && p.warp == 0 && p.lane == 0)
         copy_after(a, p, n > 0 ? unit : unit_before, n > 0 ? n - 1 : SQUARES - 1, squares - 1, windows);
       wgmma_wait<0>();
       wgmma_touch(dq);

@@ -192,14 +192,12 @@ RL_D void run_relative(const Arguments& a, const Place& p) {
         }
         start_window(r, operands, to.i, to.i - to.j);
       };
-      // What is there already before what waits for the next queries: others wait for this stage of P and dS.
-      const bool back_first = BLOCKS <= 2 || (SPLIT && opens_queries(next));
-      if (!back_first) begin_next();
+      if (BLOCKS > 2) begin_next();
       if (!BEHIND)
         back.run(p, q, to_right);
       else if (squares > 0)
         back.run(p, square_at(n > 0 ? n - 1 : SQUARES - 1), to_right);
-      if (back_first) begin_next();
+      if (BLOCKS <= 2) begin_next();
     }
   }
   if (BEHIND) back.run(p, square_at(SQUARES - 1), to_right);
