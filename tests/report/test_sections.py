@@ -57,6 +57,12 @@ def test_no_ratio_crosses_runs():
     assert not [cell for row in section.table.rows for cell in row if "×" in cell.text]
     assert beside_section([samples.ladder(), replace(samples.smaller(), card="another")]) is None
     assert beside_section([samples.ladder()]) is None
+    alone = [c for c in samples.smaller().contenders if c.name == "best"]
+    later = replace(samples.smaller(), date="2026-12-31T00:00:00+00:00", contenders=alone)
+    assert beside_section([samples.ladder(), samples.smaller(), later, replace(later, gpus=2)]) is not None
+    assert table_of(beside_section([samples.ladder(), samples.smaller(), replace(later, gpus=2), later])) == table_of(
+        section
+    )
 
 
 def test_a_spread_that_swallows_the_difference_is_no_headline():

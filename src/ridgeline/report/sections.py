@@ -284,12 +284,16 @@ def bench_sections(record: Record, index: int) -> Iterator[Section]:
 
 
 def beside_section(records: Sequence[Record]) -> Section | None:
-    """hal-5m set beside hal-20m in windows/s, as the first article's x2 beside r16; None unless both were measured on
-    one card. No ratio: they did not take turns in one run."""
+    """hal-5m beside hal-20m in windows/s, as the first article's x2 beside r16; None unless one kind of card has both.
+
+    Each in its newest record on a single card, with a PyTorch contender where there is one. No ratio: they did not take
+    turns in one run.
+    """
     newest: dict[str, Record] = {}
-    for record in sorted(records, key=lambda record: record.date):
-        if record.kind == "bench" and record.workload and record.workload.name in ("hal-20m", "hal-5m"):
-            newest[record.workload.name] = record
+    for record in sorted(records, key=lambda record: (over_pytorch(record) is not None, record.date)):
+        info = record.workload
+        if record.kind == "bench" and record.gpus <= 1 and info is not None and info.name in ("hal-20m", "hal-5m"):
+            newest[info.name] = record
     if len(newest) < 2 or len({record.card for record in newest.values()}) > 1:
         return None
     rows, found = [], []
