@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from ridgeline.cli import main
@@ -14,7 +15,7 @@ from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import compare as module
 from ridgeline.study.compare import Standing, compare, difference, sooner, tune
-from ridgeline.study.contenders import distinct, same_recipe, single_changes
+from ridgeline.study.contenders import device_of, distinct, same_recipe, single_changes
 from ridgeline.study.pace import Pace
 from ridgeline.study.runs import Point, Run, run_once
 from ridgeline.train.settings import read_toml
@@ -70,6 +71,16 @@ def test_contenders_named_once() -> None:
         distinct(["a", "a"])
     with pytest.raises(ConfigError, match="two contenders"):
         distinct(["a"])
+
+
+def test_a_card_without_a_number_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What resolve() makes of "auto" names no card; PyTorch takes none but by its number."""
+    taken: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    config = find_config(SMALL)
+    for name in ("cpu", "cuda", "cuda:1"):
+        assert device_of(dataclasses.replace(config, device=name)) == torch.device(name)
+    assert taken == [0, 1]
 
 
 def test_tuning_goes_on_while_the_best_is_at_an_end() -> None:

@@ -27,6 +27,7 @@ from ridgeline.errors import DivergedError, RidgelineError
 from ridgeline.models.reader import read
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.optim import learning_rate
+from ridgeline.study.contenders import device_of
 from ridgeline.study.folder import claimed, write_whole
 from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
@@ -161,9 +162,7 @@ class _Clocked:
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
         self.config, self.folder = config, folder
-        self.device = torch.device(config.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device.index or 0)
+        self.device = device_of(config)
         self.data = load_dataset(config.data)
         torch.manual_seed(config.seed)
         self.model = build_model(config)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 from ridgeline.data.api import load_dataset
@@ -29,6 +28,7 @@ from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
 from ridgeline.games.parallel import run_parallel
 from ridgeline.models.accounting import parameters
+from ridgeline.study.contenders import device_of
 from ridgeline.study.folder import claimed, is_foreign, write_whole
 from ridgeline.study.ngram import ngram_losses
 from ridgeline.study.pace import Pace, pace_of
@@ -224,8 +224,7 @@ def _trained_apart(plan: Plan, folder: Path, processes: int) -> list[_Found]:
 def _stand_apart(task: _Task) -> Iterator[_Found]:
     """One contender, in a process of its own, which says of each run that it begins and nothing of its steps."""
     config = task.plan.configs[task.name]
-    if config.device.startswith("cuda"):
-        torch.cuda.set_device(config.device)
+    device_of(config)
     yield _stand(task.name, config, task.plan, task.folder, Console(stderr=True), Console(quiet=True))
 
 

@@ -75,6 +75,14 @@ def distinct(names: Sequence[str]) -> list[str]:
     return list(names)
 
 
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of a run that is resolved; a card becomes this process' current one, which kernels go to."""
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    return device
+
+
 def check_gpus(gpus: int) -> None:
     """Refuse more cards than there are.
 

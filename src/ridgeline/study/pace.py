@@ -7,11 +7,10 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ridgeline.bench.timing import time_steps, warm_up
 from ridgeline.data.api import load_dataset
 from ridgeline.engine import TrainStep
+from ridgeline.study.contenders import device_of
 from ridgeline.study.folder import write_whole
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, make_step
@@ -65,9 +64,7 @@ def _read(file: Path) -> list[float] | None:
 
 
 def _measure(config: TrainConfig) -> list[float]:
-    device = torch.device(config.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = device_of(config)
     step = make_step(build_model(config), config)
     course = Course(config, load_dataset(config.data))
     course.settle(config, step, 0)
