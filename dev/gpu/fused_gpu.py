@@ -23,7 +23,6 @@ from ridgeline.models.fused import stack
 from ridgeline.models.fused.choices import choose
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
-from ridgeline.ops.mlp import kernels as mlp
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
 D = DecoderConfig
@@ -46,43 +45,37 @@ ALL = frozenset(("mlp", "out", "qkv"))
 SMALL = {  # name: (early launches, changes to the choices)
     "chosen": (True, {}),
     "late": (False, {}),
-    "mixed": (True, dict(rows=ALL | {"mixed"})),
     "mlp apart": (True, dict(rows=frozenset(("out", "qkv")))),
     "all apart": (True, dict(rows=frozenset())),
     "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
 LARGE = {
-    "chosen": (True, {}),
     "late": (False, {}),
+    "early": (True, {}),
     "rows": (True, dict(rows=ALL)),
-    "rows, own weights": (True, dict(rows=ALL, share=1)),
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
     "joins rows": (True, dict(rows=frozenset(("out", "qkv")))),
-    "grouped": (True, dict(grouped=True)),
-    "cuBLAS": (True, dict(qkv="torch", out="torch")),
+    "not grouped": (False, dict(grouped=False)),
+    "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch")),
 }
 
 
 def variants(name):
     config, B, T = WORKLOADS[name]
     if config.width != 256 or config.dropout:
-        return {key: LARGE[key] for key in ("chosen", "late", "cuBLAS")}
+        return {key: LARGE[key] for key in ("early", "late", "cuBLAS")}
     return SMALL if B * T <= 32768 else LARGE
 
 
 @contextlib.contextmanager
 def chosen(early, changes):
-    """The stack with other choices than its own; "share": how many tiles of whole rows share their weights."""
-    changes, plan = dict(changes), mlp.choose
-    if "share" in changes:
-        share = changes.pop("share")
-        mlp.choose = lambda *a: plan(*a)._replace(share=share)
-    stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
+    """The stack with other choices than its own."""
+    stack.choose = lambda *a: dataclasses.replace(choose(*a), early=early, **changes)
     try:
         with early_launches(early):
             yield
     finally:
-        stack.choose, mlp.choose = choose, plan
+        stack.choose = choose
 
 
 def model_of(name, impl, layers=6):
@@ -139,7 +132,7 @@ def check(name, B=None):
                 out[f"{key}{', graph' * graph}"] = (round(ratios[worst], 2), worst)
                 if first is None:
                     first = got
-                elif key in ("chosen", "late") and not all(torch.equal(got[n], first[n]) for n in got):
+                elif key in ("chosen", "early", "late") and not all(torch.equal(got[n], first[n]) for n in got):
                     out[f"{key}{', graph' * graph}"] += ("NOT THE SAME BITS",)
             except Exception as fault:
                 out[f"{key}{', graph' * graph}"] = repr(fault)[:110]

@@ -13,7 +13,7 @@ from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.stationary import LARGEST_K
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
-MANY_TOKENS = 65536  # rows up to which early launches gain at width 256; with twice as many they lose 1 to 2 %
+MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Choices:
             "residual" (and the residual written by the product, so that the norm stands alone).
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
-            gradient of the joint projection). "mixed": the input gradient of attention's output projection ends the
-            kernel of the MLP's gradient.
+            gradient of the joint projection).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
         early: kernels start while the one before still runs (ops/early.py).
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
@@ -87,14 +86,14 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
     few = device.type == "cuda" and B * T <= FEW_TOKENS
     narrow = rows_missing(config, device, dtype) is None
-    whole_rows = few and narrow
+    whole_rows, many = few and narrow, narrow and B * T > MANY_TOKENS
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
-        grouped=narrow,
-        early=not narrow or B * T <= MANY_TOKENS,
+        grouped=whole_rows or many,
+        early=not many,
         side_stream=few and not whole_rows,  # a group fills the card
     )

@@ -1,48 +1,36 @@
 // What the kernels of this folder share: a block has 128 rows of the result, whole rows; one producer warp streams the
-// weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers. Or (ABREAST 2) it has 64
-// rows, and each warpgroup half of their columns.
+// weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers.
 //
 // Macros: WIDTH (C: 128 or 256), STAGES (ring slots), SPLIT: with 2, a pair of blocks (a cluster) divides the inner
-// dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows. SHARE: with 2, two blocks (or
-// pairs) of a cluster work on neighbouring tiles and fetch each slot of the weights once for both; tiles must be even in
-// number.
+// dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows.
 #pragma once
 #include "access.cuh"
 #include "layout.cuh"
 
-#if SPLIT * SHARE > 1
-#define CLUSTER_DIMENSIONS __cluster_dims__(SPLIT * SHARE, 1, 1)
+#if SPLIT == 2
+#define CLUSTER_DIMENSIONS __cluster_dims__(2, 1, 1)
 #else
 #define CLUSTER_DIMENSIONS
 #endif
 
-#ifndef ABREAST
-#define ABREAST 1
-#endif
-
 namespace rl {
 
-constexpr int TILE_ROWS = 128 / ABREAST, THREADS = 384;
-constexpr int HALVES = WIDTH / 128;                 // accumulators of 64 × 128 in a whole row
-constexpr int HELD = WIDTH / ABREAST;               // columns that a warpgroup holds
-constexpr int GROUPS = HELD / 32, LANE = HELD / 4;  // column groups; values of a row in a thread
-constexpr int OWN_ROWS = 2 / SPLIT;                 // rows a thread finishes
-// A slot of the ring: 64 of K by 128 of the result's columns, or 128 rows by 64 of K; abreast 64 rows of A and, behind them,
-// all of the weight by 64 of K.
-constexpr int SLOT_BYTES = ABREAST == 2 ? (64 + WIDTH) * 128 : 128 * 128;
+constexpr int TILE_ROWS = 128, THREADS = 384;
+constexpr int SLOT_BYTES = 128 * 128;              // 64 of K by 128 of the result's columns; or 128 rows by 64 of K
+constexpr int HALVES = WIDTH / 128;                // accumulators of 64 × 128 in a whole row
+constexpr int GROUPS = WIDTH / 32, LANE = WIDTH / 4;  // column groups; values of a row in a thread
+constexpr int OWN_ROWS = 2 / SPLIT;                // rows a thread finishes
 constexpr int EXCHANGE_BYTES = 128 * LANE * 4;     // a warpgroup's
 
 struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
   int split;              // this block in its pair
   RL_D static Place here() {
-    const int thread = threadIdx.x, rank = SPLIT == 2 ? static_cast<int>(cluster_rank()) : 0;
-    return {thread / 128 - 1, thread / 32 % 4, thread % 32, SHARE == 1 ? rank : rank % SPLIT};
+    const int thread = threadIdx.x;
+    return {thread / 128 - 1, thread / 32 % 4, thread % 32, SPLIT == 2 ? static_cast<int>(cluster_rank()) : 0};
   }
-  RL_D int thread() const { return 32 * warp + lane; }                            // in the warpgroup
-  RL_D int column() const { return ABREAST == 2 ? group * HELD : 0; }             // the first that the warpgroup holds
-  RL_D u32 peer() const { return (SHARE == 1 ? split : cluster_rank()) ^ 1; }     // the other block of the pair
-  RL_D static u32 twin() { return cluster_rank() ^ SPLIT; }                       // the one that shares the weights
+  RL_D int thread() const { return 32 * warp + lane; }  // in the warpgroup
+  RL_D u32 peer() const { return split ^ 1; }
 };
 
 // The tiles of 128 rows that a block (or pair) works on, one after another.
@@ -68,7 +56,7 @@ struct Barriers {
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full(i), 1);
-      barrier_init(empty(i), 8 * SHARE);
+      barrier_init(empty(i), 8);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(rows_full(i), 1);
@@ -87,14 +75,7 @@ RL_D void begin(Barriers bar) {
   if (threadIdx.x == 0) bar.init();
   sync_block();
   sync_warp();
-  if (SPLIT * SHARE > 1) cluster_sync();
-}
-// The kernel's end: no block leaves while its twin may still send to it.
-RL_D void end() {
-  if (SHARE == 2) {
-    sync_warp();
-    cluster_sync();
-  }
+  if (SPLIT == 2) cluster_sync();
 }
 // What the kernel before has written may be read. Weights are on their way by then: it is none that writes them.
 RL_D void begin_reading() {
@@ -103,7 +84,7 @@ RL_D void begin_reading() {
 }
 // A tile's rows of a tensor of WIDTH columns, as far as this block of a pair goes, into L2: forward tensors come from memory.
 RL_D void prefetch_rows(const u16* x, int rows, int tile) {
-  const int share = TILE_ROWS / SPLIT, first = tile * TILE_ROWS + (SPLIT == 2 ? static_cast<int>(cluster_rank()) % 2 * share : 0);
+  const int share = TILE_ROWS / SPLIT, first = tile * TILE_ROWS + (SPLIT == 2 ? static_cast<int>(cluster_rank()) * share : 0);
   const int count = rows - first < share ? rows - first : share;
   if (count > 0) prefetch_bytes(x + static_cast<i64>(first) * WIDTH, count * WIDTH * 2);
 }
@@ -139,43 +120,27 @@ RL_D void end_turn(const Place& me) { named_arrive<256>(4 - me.group); }
 // Consumer: the slot `back` places before `ring`'s has been read.
 RL_D void release(const Ring& ring, int back, const Place& me) {
   const int slot = ring.slot >= back ? ring.slot - back : ring.slot - back + STAGES;
-  if (me.lane == 0) {
-    barrier_arrive(ring.bar.empty(slot));
-    if (SHARE == 2) remote_arrive(ring.bar.empty(slot), me.twin());
-  }
+  if (me.lane == 0) barrier_arrive(ring.bar.empty(slot));
 }
 
-// With SHARE 2 each of the twins fetches one half of a slot, for both.
-RL_D int own_half() { return SHARE == 2 ? static_cast<int>(cluster_rank()) / SPLIT : 0; }
-RL_D u16 both_twins() { return static_cast<u16>((1 | 1 << SPLIT) << cluster_rank() % SPLIT); }
-
-// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 (SHARE 2: 64) rows × 64.
+// A slot of 128 weight rows × 64 of K (columns k …); the map's box is 128 rows × 64.
 RL_D void fetch_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
-  const int half = own_half();
-  const u32 place = ring.address() + half * SLOT_BYTES / 2, full = ring.bar.full(ring.slot);
-  if (SHARE == 2) copy_2d_to(place, map, k, row + 64 * half, full, both_twins());
-  else copy_2d(place, map, k, row, full);
+  copy_2d(ring.address(), map, k, row, ring.bar.full(ring.slot));
   ring.advance();
 }
-// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4 or 2, 4, 4, 2, 64].
+// The same with the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4, 4, 4, 2, 64].
 RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
-  const int half = own_half();
-  const u32 place = ring.address() + half * SLOT_BYTES / 2, full = ring.bar.full(ring.slot);
-  if (SHARE == 2) copy_5d_to(place, map, k, 0, 0, 0, row / 32 + 2 * half, full, both_twins());
-  else copy_5d(place, map, k, 0, 0, 0, row / 32, full);
+  copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
   ring.advance();
 }
 // A slot of 64 of K (the weight's rows k …) × 128 columns; the map's box is 64 × 64.
 RL_D void fetch_columns(Ring& ring, const TensorMap* map, int k, int column) {
   ring.begin();
 #pragma unroll
-  for (int panel = 0; panel < 2; ++panel) {
-    const u32 place = ring.address() + panel * SLOT_BYTES / 2, full = ring.bar.full(ring.slot);
-    if (SHARE == 1) copy_2d(place, map, column + 64 * panel, k, full);
-    else if (panel == own_half()) copy_2d_to(place, map, column + 64 * panel, k, full, both_twins());
-  }
+  for (int panel = 0; panel < 2; ++panel)
+    copy_2d(ring.address() + panel * SLOT_BYTES / 2, map, column + 64 * panel, k, ring.bar.full(ring.slot));
   ring.advance();
 }
 
@@ -198,15 +163,11 @@ RL_D void product_registers(float (&acc)[64], const u32 (*a)[4], u32 slot) {
 }
 
 // ---- from accumulators to whole rows: v[h][8 g + 2 j + e] of `OWN_ROWS` rows a thread, in the order of layout.cuh
-template <int PARTS, int COUNT>
-RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[PARTS][COUNT]) {
+RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64]) {
 #pragma unroll
   for (int h = 0; h < OWN_ROWS; ++h)
 #pragma unroll
-    for (int i = 0; i < LANE; ++i) {
-      const int place = i / 2 * 4 + 2 * h + i % 2;
-      v[h][i] = acc[place / COUNT][place % COUNT];
-    }
+    for (int i = 0; i < LANE; ++i) v[h][i] = acc[i / 32][i % 32 / 2 * 4 + 2 * h + i % 2];
 }
 
 // SPLIT 2: this warpgroup's exchange area is free; its peer may send.

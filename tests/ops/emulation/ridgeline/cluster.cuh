@@ -18,14 +18,6 @@ RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, in
   }
 }
 RL_D uint4 load_here(const void* pointer) { return *static_cast<const uint4*>(pointer); }
-RL_D void copy_2d_to(u32 destination, const TensorMap* map, int x, int y, u32 barrier, u16 blocks) {
-  for (u32 rank = 0; blocks >> rank; ++rank)
-    if (blocks >> rank & 1) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
-}
-RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier, u16 blocks) {
-  for (u32 rank = 0; blocks >> rank; ++rank)
-    if (blocks >> rank & 1) copy_5d(remote_address(destination, rank), map, x, y, z, v, w, remote_address(barrier, rank));
-}
 RL_D void prefetch_bytes(const void*, u32) {}
 RL_D uint4 load_stream(const uint4* pointer) { return *pointer; }
 RL_D u32 load_shared_u32(u32 address) { return shared<u32>(address); }

@@ -21,16 +21,4 @@ RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, in
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
       "[%7];" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w), "r"(barrier) : "memory");
 }
-// Copies into every block of the cluster whose bit is set in `blocks`, at one place in each; its barrier counts its bytes.
-RL_D void copy_2d_to(u32 destination, const TensorMap* map, int x, int y, u32 barrier, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(barrier), "h"(blocks) : "memory");
-}
-RL_D void copy_5d_to(u32 destination, const TensorMap* map, int x, int y, int z, int v, int w, u32 barrier, u16 blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, "
-      "%5, %6}], [%7], %8;" ::"r"(destination), "l"(map), "r"(x), "r"(y), "r"(z), "r"(v), "r"(w), "r"(barrier), "h"(blocks)
-      : "memory");
-}
 }  // namespace rl
