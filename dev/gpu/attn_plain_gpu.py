@@ -19,10 +19,9 @@ SHAPES = {
 TIMED = [n for n in SHAPES if n not in ("T200", "T1111", "T4096")]
 # name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor, columns of a step); None for the package's
 TRIALS = {
-    32: {"main": None, "4x1": ((4, 8, 1), (4, 8, 1, 32), (4, 8, 1, 32)), "3x1": ((3, 8, 1),) * 3},
+    32: {"main": None, "2x2": ((2, 8, 2), (2, 8, 2, 32), (2, 8, 2, 32)), "3x1": ((3, 8, 1),) * 3},
     64: {"main": None, "other": ((3, 6, 1), (3, 5, 1, 32), (3, 7, 1, 32))},
 }
-SAMPLES = {"gpt2 B512": (512,)}  # at a time, besides the package's choice
 
 def launches(D, name):
     from ridgeline.ops.attention import plain
@@ -39,10 +38,10 @@ def build(job):
     except Exception as e: return file, D, tuple(l), str(e)[-200:]
 
 class Plain:
-    def __init__(s, shape, tensors, trial, samples=None):
+    def __init__(s, shape, tensors, trial):
         import torch
         from ridgeline.ops.attention import plain
-        s.samples = samples; s.p, s.l = plain, launches(shape[4], trial); s.q, s.k, s.v, s.do = tensors; B, T, H, G, D, _ = shape; s.scale = D ** -0.5
+        s.p, s.l = plain, launches(shape[4], trial); s.q, s.k, s.v, s.do = tensors; B, T, H, G, D, _ = shape; s.scale = D ** -0.5
         nan = lambda *a, dt=torch.bfloat16: torch.full(a, float("nan"), device="cuda", dtype=dt)
         s.o, s.lse, s.d = nan(B, T, H, D), nan(B, H, T, dt=torch.float32), nan(B, T, (H + 2 * G) * D)
         s.g = [x.unflatten(-1, (-1, D)) for x in s.d.split((H * D, G * D, G * D), -1)]
@@ -57,7 +56,7 @@ class Plain:
         class Nothing:
             def launch(s, *a): pass
         real = s.p._kernel; s.p._kernel = lambda n, *a: Nothing() if n in without else real(n, *a)
-        try: s.p.backward(s.do, s.q, s.k, s.v, s.o, s.lse, *s.g, scale=s.scale, launches=s.l, samples=s.samples)
+        try: s.p.backward(s.do, s.q, s.k, s.v, s.o, s.lse, *s.g, scale=s.scale, launches=s.l)
         finally: s.p._kernel = real
 
 class Before:
@@ -121,11 +120,11 @@ def timings(names, skip, before=True, seconds=1e9):
     for n in names:
         if time.time() - t0 > seconds: break
         shape = SHAPES[n]; tensors = L.make(shape); calls = 20 if shape[0] * shape[1] < 20000 else 4; runs = {}; keep = []
-        for trial in [t for t in TRIALS[shape[4]] if (n, t) not in skip] + [x for x in SAMPLES.get(n, ()) if (n, "main") not in skip] + ["before"] * before:
+        for trial in [t for t in TRIALS[shape[4]] if (n, t) not in skip] + ["before"] * before:
             try:
-                o = Before(shape, tensors) if trial == "before" else Plain(shape, tensors, "main", trial) if isinstance(trial, int) else Plain(shape, tensors, trial); o.fwd(); o.bwd(); keep.append(o)
+                o = Before(shape, tensors) if trial == "before" else Plain(shape, tensors, trial); o.fwd(); o.bwd(); keep.append(o)
                 runs[trial] = [graph(o.fwd, calls), graph(o.bwd, calls)]
-                if isinstance(trial, str) and trial != "before": runs[trial] += [graph(lambda o=o: o.bwd(("plain_keys",)), calls), graph(lambda o=o: o.bwd(("plain_queries",)), calls)]
+                if trial != "before": runs[trial] += [graph(lambda o=o: o.bwd(("plain_keys",)), calls), graph(lambda o=o: o.bwd(("plain_queries",)), calls)]
             except Exception as x: print("RESULT " + json.dumps(["time", n, trial, repr(x)[:200]]), flush=True)
         got = {t: [[] for _ in r] for t, r in runs.items()}
         for turn in range(5):

@@ -77,7 +77,7 @@ class Plain:
 
 CASES = [
     Plain(T=256, H=2, G=2, D=32, grid=2, step=32, seed=1),  # a thread block takes several units, there and back
-    Plain(T=240, H=4, G=1, D=32, grid=2, stages=8, parts=2, seed=2, late=True),
+    Plain(T=330, H=2, G=1, D=32, grid=2, groups=4, step=32, stages=8, parts=2, seed=2, late=True),
     Plain(T=130, H=4, G=4, D=32, grid=1, step=32, seed=8),  # many rounds: a head's units follow each other
     Plain(T=330, H=2, G=2, D=32, groups=3, grid=2, stages=5, seed=3, late=True),
     Plain(T=330, H=2, G=1, D=64, groups=3, grid=2, seed=4),

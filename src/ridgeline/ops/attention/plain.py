@@ -6,7 +6,6 @@ kernels, dQ with the rows' statistics and then dK and dV, and a third where the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -56,9 +55,8 @@ class Launches(NamedTuple):
     keys: Launch
 
 
-SHORT, CACHED = 256, 42_000_000  # positions; bytes
 LAUNCHES = {
-    32: Launches(Launch(2, 8, 2), Launch(2, 8, 2, step=32), Launch(2, 8, 2, step=32)),
+    32: Launches(Launch(4, 8, 1), Launch(4, 8, 1, step=32), Launch(4, 8, 1, step=32)),
     64: Launches(Launch(3, 8, 1), Launch(3, 5, 1), Launch(3, 7, 1)),
 }
 
@@ -76,17 +74,6 @@ def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
     share, units = H // k_BTGD.shape[2], B * k_BTGD.shape[2] * launch.units(T)
     wanted = 2 * launch.per_processor * hopper.processors(q_BTHD.device)
     return next((parts for parts in range(1, share) if share % parts == 0 and parts * units >= wanted), share)
-
-
-def samples_at_a_time(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
-    """How many samples the backward kernels take at a time.
-
-    The second kernel reads what the first one has read, and finds it in the cache if that is not too much. Long windows
-    compute for longer than they read, and shared keys have too few units for many rounds.
-    """
-    B, T, H, D = q_BTHD.shape
-    passes = -(-10 * B * T * H * D // CACHED) if T <= SHORT and k_BTGD.shape[2] == H else 1
-    return -(-B // passes)
 
 
 def column_sum_rows(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
@@ -155,7 +142,6 @@ def backward(
     scale: float,
     column_sums: Tensor | None = None,
     launches: Launches | None = None,
-    samples: int | None = None,
 ) -> None:
     """All gradients of `forward`, each written once, in a fixed order of summation.
 
@@ -166,73 +152,29 @@ def backward(
         scale, launches: as in `forward`.
         column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
             and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
-        samples: that the kernels take at a time; `samples_at_a_time` where none are given.
     """
-    B, T, _, D = q_BTHD.shape
-    samples = samples or samples_at_a_time(q_BTHD, k_BTGD)
-    stats = torch.empty(q_BTHD.shape[2] * B, 128 * -(-T // 64), device=q_BTHD.device)
-    tensors = (d_out_BTHD, q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD, stats.view(B, -1))
-    for first in range(0, B, samples):
-        some = _Pass(scale, column_sums, launches or LAUNCHES[D], *[x[first : first + samples] for x in tensors])
-        some.queries(zero=first == 0)
-        some.keys(zero=first == 0)
+    (B, T, H, D), G, device = q_BTHD.shape, k_BTGD.shape[2], q_BTHD.device
+    sums, sum_rows = column_sums is not None, 0 if column_sums is None else len(column_sums)
+    stats = torch.empty(B * H, 128 * -(-T // 64), device=device)  # for each row log-sum-exp and rowsum(dO ∘ O)
+    inputs = [hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD)]
+    map_d_out, (_, of_queries, of_keys) = hopper.tiles(d_out_BTHD), launches or LAUNCHES[D]
 
+    units = B * H * of_queries.units(T)
+    arguments: tuple[cuda.Argument, ...] = (
+        *inputs, hopper.tiles(out_BTHD), map_d_out, lse_BHT, dq_BTHD, stats, column_sums, T, H, H // G, units,
+        hopper.pitch("dq", dq_BTHD), sum_rows, scale,
+    )  # fmt: skip
+    kernel = _kernel("plain_queries", of_queries, q_BTHD, _QUERY_KINDS, sums)
+    kernel.launch(_grid(of_queries, units, device), of_queries.threads, of_queries.smem(D, 3), arguments)
 
-@dataclass(frozen=True)
-class _Pass:
-    """The backward pass over some samples: what `backward` takes, and the rows' statistics (B, H · T' · 2)."""
-
-    scale: float
-    column_sums: Tensor | None
-    launches: Launches
-    d_out_BTHD: Tensor
-    q_BTHD: Tensor
-    k_BTGD: Tensor
-    v_BTGD: Tensor
-    out_BTHD: Tensor
-    lse_BHT: Tensor
-    dq_BTHD: Tensor
-    dk_BTGD: Tensor
-    dv_BTGD: Tensor
-    stats_BX: Tensor
-
-    def inputs(self) -> list[bytes]:
-        return [hopper.tiles(x) for x in (self.q_BTHD, self.k_BTGD, self.v_BTGD)]
-
-    def rows(self, zero: bool) -> int:
-        """Of the column sums, as far as a kernel is to set them to zero first."""
-        return len(self.column_sums) if self.column_sums is not None and zero else 0
-
-    def queries(self, *, zero: bool) -> None:
-        """dQ and the statistics."""
-        B, T, H, D = self.q_BTHD.shape
-        launch = self.launches.queries
-        units = B * H * launch.units(T)
-        arguments = (
-            *self.inputs(), hopper.tiles(self.out_BTHD), hopper.tiles(self.d_out_BTHD), self.lse_BHT, self.dq_BTHD,
-            self.stats_BX, self.column_sums, T, H, H // self.k_BTGD.shape[2], units, hopper.pitch("dq", self.dq_BTHD),
-            self.rows(zero), self.scale,
-        )  # fmt: skip
-        kernel = _kernel("plain_queries", launch, self.q_BTHD, _QUERY_KINDS, self.column_sums is not None)
-        kernel.launch(_grid(launch, units, self.q_BTHD.device), launch.threads, launch.smem(D, 3), arguments)
-
-    def keys(self, *, zero: bool) -> None:
-        """dK and dV."""
-        (B, T, H, D), G = self.q_BTHD.shape, self.k_BTGD.shape[2]
-        launch, parts = self.launches.keys, key_parts(self.q_BTHD, self.k_BTGD, self.launches.keys)
-        units = B * G * parts * launch.units(T)
-        pitch = hopper.common_pitch(self.dk_BTGD, self.dv_BTGD)
-        statistics = self.stats_BX.view(B * H, -1).view(torch.bfloat16)
-        size = B * G * parts * T * D if parts > 1 else 0
-        heads = self.stats_BX.new_empty(2, size)
-        arguments = (
-            *self.inputs(), hopper.tiles(self.d_out_BTHD), cuda.tensor_map(statistics, box=(1, 256), swizzle=0),
-            self.dk_BTGD, self.dv_BTGD, heads[0], heads[1], self.column_sums, T, H, H // (G * parts), parts, units,
-            pitch, self.rows(zero), self.scale,
-        )  # fmt: skip
-        kernel = _kernel("plain_keys", launch, self.q_BTHD, _KEY_KINDS, self.column_sums is not None)
-        kernel.launch(
-            _grid(launch, units, self.q_BTHD.device), launch.threads, launch.smem(D, 2, stats=True), arguments
-        )
-        if parts > 1:
-            hopper.sum_groups((heads[0], heads[1]), (self.dk_BTGD, self.dv_BTGD), parts, pitch)
+    parts = key_parts(q_BTHD, k_BTGD, of_keys)
+    units, kv_pitch = B * G * parts * of_keys.units(T), hopper.common_pitch(dk_BTGD, dv_BTGD)
+    heads = torch.empty(2, B * G * parts * T * D if parts > 1 else 0, device=device)
+    arguments = (
+        *inputs, map_d_out, cuda.tensor_map(stats.view(torch.bfloat16), box=(1, 256), swizzle=0), dk_BTGD, dv_BTGD,
+        heads[0], heads[1], column_sums, T, H, H // (G * parts), parts, units, kv_pitch, sum_rows, scale,
+    )  # fmt: skip
+    kernel = _kernel("plain_keys", of_keys, q_BTHD, _KEY_KINDS, sums)
+    kernel.launch(_grid(of_keys, units, device), of_keys.threads, of_keys.smem(D, 2, stats=True), arguments)
+    if parts > 1:
+        hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)

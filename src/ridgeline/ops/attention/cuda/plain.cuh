@@ -93,6 +93,19 @@ RL_D void share_registers(bool copies) {
 // Queries of a step whose block are keys, and keys of one whose block are queries: 32 or 64.
 constexpr int STEP = STEP_COLUMNS;
 
+// Backward: S and dP of a step, from two tiles of the warpgroup's own and the first STEP rows of a pair that streams by.
+RL_D void start_scores(float (&s)[STEP / 2], float (&dp)[STEP / 2], u32 own, u32 second, u32 pair) {
+  wgmma_fence();
+  multiply_tiles(s, own, pair, true);
+  multiply_tiles(dp, second, pair + units(TILE), true);
+  wgmma_commit();
+}
+RL_D void await_scores(float (&s)[STEP / 2], float (&dp)[STEP / 2]) {
+  wgmma_wait<0>();
+  wgmma_touch(s);
+  wgmma_touch(dp);
+}
+
 // The thread block's unit in a round, or one beyond the last.
 RL_D int unit_in(int round) {
   const int turn = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;

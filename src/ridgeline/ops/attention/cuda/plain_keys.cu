@@ -127,13 +127,8 @@ RL_D void run(const Arguments& a, const Here& p) {
           for (int part = 0; part < 64 / STEP; ++part) {
             const u32 some = queries + part * units(STEP * ROW);
             if (!AHEAD) end_products(dk, dv);
-            wgmma_fence();
-            multiply_tiles(s, keys, some, true);
-            multiply_tiles(dp, keys + units(TILE), some + units(TILE), true);
-            wgmma_commit();
-            wgmma_wait<0>();
-            wgmma_touch(s);
-            wgmma_touch(dp);
+            start_scores(s, dp, keys, keys + units(TILE), some);
+            await_scores(s, dp);
             if (AHEAD) end_products(dk, dv);
             if (part == 0 && !fresh) p.release(held);
             if (i == j) mask_past(s, part * (STEP / 8), p.warp, p.lane);

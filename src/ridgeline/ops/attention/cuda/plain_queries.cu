@@ -94,13 +94,8 @@ RL_D void run(const Arguments& a, const Here& p) {
         for (int part = 0; part < 64 / STEP; ++part) {
           const u32 some = keys + part * units(STEP * ROW);
           if (!AHEAD) end_product(dq);
-          wgmma_fence();
-          multiply_tiles(s, queries, some, true);
-          multiply_tiles(dp, queries + units(D_O), some + units(TILE), true);
-          wgmma_commit();
-          wgmma_wait<0>();
-          wgmma_touch(s);
-          wgmma_touch(dp);
+          start_scores(s, dp, queries, queries + units(D_O), some);
+          await_scores(s, dp);
           if (AHEAD) end_product(dq);
           if (part == 0 && j < i) p.release(tile - 1);
           if (j == i) mask_future(s, part * (STEP / 8), p.warp, p.lane);
