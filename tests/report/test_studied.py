@@ -18,8 +18,8 @@ def study(target: float | None = None, gpus: int = 1) -> Record:
     ]  # fmt: skip
     rows[1]["difference"] = "+0.0100 (+0.0050 to +0.0150), beyond the spread"
     if target is not None:
-        rows[0] |= {"reached": 3, "target_s": 1.234, "target_spread_s": 0.05}
-        rows[1] |= {"reached": 2, "target_s": None, "target_spread_s": None}
+        rows[0] |= {"reached": 3, "target_steps": 740.0, "target_s": 1.234, "target_spread_s": 0.05}
+        rows[1] |= {"reached": 2, "target_steps": None, "target_s": None, "target_spread_s": None}
     curves = [
         {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5]},
         {"figure": "standings", "name": "standings", "rows": rows},
@@ -38,8 +38,8 @@ def test_a_comparison_and_a_recipe_are_told_apart():
     assert text.endswith("| +0.0100 (+0.0050 to +0.0150), beyond the spread |")
     text = studied.recipe(records)
     assert "held 1.4697" in text
-    assert "| `a` | 1.100 | 1.4900 ± 0.0021 | 3 of 3 | 1.23 ± 0.05 | – |" in text
-    assert "| `b` | – | 1.4900 ± 0.0021 | 2 of 3 | – | – |" in text
+    assert "| `a` | 1.100 | 1.4900 ± 0.0021 | 3 of 3 | 740 | 1.23 ± 0.05 | – |" in text
+    assert "| `b` | – | 1.4900 ± 0.0021 | 2 of 3 | – | – | – |" in text
     assert set(studied.pictures(records)) == {"comparison", "recipe"}
     assert studied.comparison([study(gpus=0)]) == studied.recipe([study()]) == studied.MISSING
 

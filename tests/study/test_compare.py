@@ -125,8 +125,8 @@ def test_seconds_are_steps_timed_alone() -> None:
         dataclasses.replace(standing(name), runs=tuple(run(2.0, *rest) for rest in losses))
         for name, losses in (("a", [(1.4, 1.4)] * 2), ("b", [(1.6, 1.4, 1.4), (1.4, 1.4)]))
     )
-    assert one.held(1.5) == [17.5, 17.5]
-    assert other.held(1.5) == [37.5, 17.5]
+    assert [one.seconds(point) for point in one.held(1.5) if point] == [17.5, 17.5]
+    assert [point and point.step for point in other.held(1.5)] == [30, 20]
     later = sooner(other, one, 1.5)
     assert later is not None
     assert (later.mean, later.beyond) == (10.0, False)
@@ -166,6 +166,7 @@ def test_whole_recipes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     one, two = json.loads(capsys.readouterr().out.splitlines()[-1])["contenders"]
     assert (one["learning_rate"], two["learning_rate"], two["tried"]) == (1e-3, 2e-2, {})
     assert one["target_s"] > 0
+    assert one["target_steps"] == 3
     assert two["reached"] == 2
     assert two["target_difference_s"]["against"] == SMALL
     run = read_toml(next((tmp_path / "out").rglob("lr-0.02-seed-1/config.toml")))

@@ -43,8 +43,8 @@ class Options:
 
     With --json the last line is {"folder", "record", "ngrams", "contenders": [{"contender", "parameters",
     "learning_rate", "at_edge", "tried", "best_loss", "best_spread", "final_loss", "final_spread", "tokens_per_s",
-    "difference", …}]}: losses in nats, means over seeds; with --target also "reached", "target_s",
-    "target_spread_s" and "target_difference_s".
+    "difference", …}]}: losses in nats, means over seeds; with --target also "reached", "target_steps",
+    "target_s", "target_spread_s" and "target_difference_s".
 
     Attributes:
         contenders: who is compared, the first against all others.

@@ -54,12 +54,21 @@ def _recipe(record: Record) -> str:
             number(speed.get(row["contender"]), ".3f"),
             Cell(text=_with_spread(row["best_loss"], row["best_spread"])),
             Cell(text=f"{row['reached']} of {seeds}"),
+            number(row["target_steps"], ",.0f"),
             Cell(text=_with_spread(row["target_s"], row["target_spread_s"], 2)),
             words(row.get("target_difference_s", NONE)),
         ]
         for row in _rows(record, "standings")
     ]
-    headers = ("recipe", "ms a step", "lowest loss", f"held {target:g}", "training seconds", "later than the first by")
+    headers = (
+        "recipe",
+        "ms a step",
+        "lowest loss",
+        f"held {target:g}",
+        "from step",
+        "from second",
+        "later than the first by",
+    )
     return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
 
 

@@ -106,10 +106,9 @@ class Standing:
         """Training seconds until a point of a run."""
         return self.pace.seconds(point.step)
 
-    def held(self, target: float) -> list[float | None]:
-        """By seed, training seconds until a loss was first held; None where it never was."""
-        points = [run.first_held(target) for run in self.runs]
-        return [None if point is None else self.seconds(point) for point in points]
+    def held(self, target: float) -> list[Point | None]:
+        """By seed, the point from which on a loss was first held; None where it never was."""
+        return [run.first_held(target) for run in self.runs]
 
     @property
     def tokens_per_s(self) -> float:
@@ -238,7 +237,7 @@ def sooner(one: Standing, other: Standing, target: float) -> Difference | None:
     mine, theirs = one.held(target), other.held(target)
     if None in mine or None in theirs:
         return None
-    return _paired(one, other, [s for s in mine if s is not None], [s for s in theirs if s is not None])
+    return _paired(one, other, *([each.seconds(p) for p in each.held(target) if p] for each in (one, other)))
 
 
 def _paired(one: Standing, other: Standing, mine: Sequence[float], theirs: Sequence[float]) -> Difference:

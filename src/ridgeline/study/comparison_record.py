@@ -81,10 +81,12 @@ def _words(interval: dict[str, Any]) -> str:
 
 def _target(standing: Standing, first: Standing, target: float) -> dict[str, Any]:
     """When a contender held the target, and how much sooner than the first."""
-    held = [seconds for seconds in standing.held(target) if seconds is not None]
-    all_held = len(held) == len(standing.runs)
+    points = [point for point in standing.held(target) if point is not None]
+    all_held = len(points) == len(standing.runs)
+    held = [standing.seconds(point) for point in points]
     row: dict[str, Any] = {
         "reached": len(held),
+        "target_steps": statistics.fmean(point.step for point in points) if all_held else None,
         "target_s": statistics.fmean(held) if all_held else None,
         "target_spread_s": _spread(held) if all_held else None,
     }
