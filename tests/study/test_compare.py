@@ -15,7 +15,7 @@ from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import compare as module
 from ridgeline.study.compare import Standing, compare, difference, sooner, tune
-from ridgeline.study.contenders import device_of, distinct, same_recipe, single_changes
+from ridgeline.study.contenders import device_of, distinct, same_recipe, single_changes, spread
 from ridgeline.study.pace import Pace
 from ridgeline.study.runs import Point, Run, run_once
 from ridgeline.train.settings import read_toml
@@ -81,6 +81,19 @@ def test_a_card_without_a_number_is_the_first(monkeypatch: pytest.MonkeyPatch) -
     for name in ("cpu", "cuda", "cuda:1"):
         assert device_of(dataclasses.replace(config, device=name)) == torch.device(name)
     assert taken == [0, 1]
+
+
+def test_contenders_are_dealt_out_over_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card for each in turn; on which one it is trained makes it no other comparison."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    configs = {name: dataclasses.replace(find_config(SMALL), device="cuda") for name in "abc"}
+    dealt = spread(configs, 2)
+    assert [config.device for config in dealt.values()] == ["cuda:0", "cuda:1", "cuda:0"]
+    one, other = (module._describe(module.Plan(configs=each, rates=())) for each in (configs, dealt))
+    assert one == other
+    assert spread(configs, 1) == configs
+    with pytest.raises(ConfigError, match="at most the number of cards"):
+        spread(configs, 3)
 
 
 def test_tuning_goes_on_while_the_best_is_at_an_end() -> None:
