@@ -144,7 +144,7 @@ class TrainStep:
             call = torch.compile(self._call_loss, mode=compile, dynamic=False)
         self.cut = Cut(accumulate=accumulate, lanes=lanes, rank=rank, world=world, weight=weight)
         device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
-        self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state)
+        self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state, own=loss is None)
         self._capture = choose_capture(capture, self.device)
         self._shapes: dict[tuple[Signature, bool, Source | None], _Prepared] = {}
         self._activations = 0
