@@ -158,6 +158,8 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert record.kind == "study"
     assert isinstance(record.curves, list)
     assert [curve["x"] for curve in record.curves if curve["name"] == SMALL] == [[3, 6]]
+    runs = next(curve for curve in record.curves if curve["figure"] == "runs")["rows"]
+    assert [(row["seed"], row["at_the_end"] == row["val_loss"][-1]) for row in runs[:2]] == [(0, True), (1, True)]
     told = next(curve for curve in record.curves if curve["figure"] == "standings")["rows"][1]["difference"]
     assert told.startswith(f"{said['contenders'][1]['difference']['mean']:+.4f} (")
     assert told.endswith(" the spread")
