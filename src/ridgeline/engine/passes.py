@@ -138,6 +138,11 @@ class Passes:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
+            if not loss.requires_grad:
+                raise ConfigError(
+                    "the loss has no gradient: it was detached, computed under no_grad, or comes from no weight that "
+                    "trains"
+                )
             target = self._weighted(loss.float().view(()), piece, part, lane)
             return target * self.loss_scale.view(()) if self.precision.scaled else target
 
