@@ -182,6 +182,8 @@ def _build(cls: type, values: Any, where: str) -> Any:
         allowed = tuple(t for part in kind.split(" | ") for t in _TYPES[part])
         if not isinstance(values[name], allowed) or (isinstance(values[name], bool)):
             raise RecordError(f"{where}.{name} must be {kind}, got {values[name]!r}")
+        if isinstance(values[name], list) and not all(isinstance(value, dict) for value in values[name]):
+            raise RecordError(f"{where}.{name} must hold objects alone")
         if "dict[str, float]" in kind and values[name] is not None:
             _check_by_name(values[name], f"{where}.{name}")
     _check_numbers(values, where)

@@ -120,6 +120,7 @@ def test_a_missing_file_is_an_error(tmp_path):
         (("contenders", 0, "group"), True, "must be int"),
         (("ops", 0, "floor_share"), 1.5, "above 1"),
         (("workload", "batch"), 0, "leave it null"),
+        (("curves",), [1.5], r"record\.curves must hold objects alone"),
         (("workload", "batch"), "512", "must be int"),
         (("kind",), "poem", "must be one of"),
         (("date",), "yesterday", "ISO 8601"),
