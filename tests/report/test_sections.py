@@ -211,3 +211,11 @@ def test_a_narrow_legend_stays_in_its_drawing_and_lanes_have_a_colour_of_their_o
         assert legend.get_window_extent().x1 <= figure.bbox.x1
         colours = [handle.get_facecolor() for handle in legend.legend_handles]
         assert len(set(colours)) == len(colours) == 4
+
+
+def test_lines_without_a_name_are_drawn_without_a_legend():
+    pytest.importorskip("matplotlib")
+    from ridgeline.report.draw import Line, lines
+
+    figure = lines([Line(label="", x=[0, 1], y=[2, 1])], "step", "loss")(LIGHT, False)
+    assert not figure.legends
