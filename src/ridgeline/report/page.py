@@ -11,6 +11,7 @@ from typing import Any
 import ridgeline
 from ridgeline.errors import ConfigError, require
 from ridgeline.records import Record
+from ridgeline.report import played
 from ridgeline.report.palette import DARK, LIGHT, variables
 from ridgeline.report.sections import (
     Section,
@@ -107,9 +108,8 @@ def _other(record: Record, index: int) -> list[Chapter]:
         sections.append(op_section(record, index))
     elif record.kind != "bench" and record.contenders:
         sections.append(plain_section(record, index))
-    return (
-        [Chapter(title=f"{record.kind.capitalize()}: {workload_name(record)}", sections=sections)] if sections else []
-    )
+    title = f"{record.kind.capitalize()}: {played.title(record) or workload_name(record)}"
+    return [Chapter(title=title, sections=sections)] if sections else []
 
 
 def _range(values: list[float] | None, unit: str) -> str:
