@@ -62,9 +62,9 @@ def fast_c256() -> TrainConfig:
 def shakespeare_fast() -> TrainConfig:
     """The recipe for tinyshakespeare in the shortest time: Muon and relative positions. 4,821,504 parameters.
 
-    Its target is a held-out loss of 1.4697 nats a character, where nanoGPT's model of 10.6 million ends. On the way there
-    Muon took 0.6 of AdamW's steps and relative positions 0.8 of learned ones' (one seed each), and nanoGPT's own shape
-    longer than this one.
+    Its target is a held-out loss of 1.4697 nats a character, where nanoGPT's model of 10.6 million ends. On the way
+    there Muon took 0.6 of AdamW's steps and relative positions 0.8 of learned ones' (one seed each), and nanoGPT's own
+    shape longer than this one.
     """
     decoder = DecoderConfig(layers=6, width=256, heads=8, gelu="tanh", positions="relative", dropout=0.1, context=256)
     return TrainConfig(
