@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import files
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import RidgelineError, reason
 
 SCHEMA = 2
 ADDED = {2: ("bytes_per_s", "bandwidth")}  # what a contender's result has since a schema
@@ -278,7 +278,7 @@ def read_record(file: str | Path) -> Record:
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecordError(f"{file} cannot be read as a record: {error}") from error
+        raise RecordError(f"{file} cannot be read as a record: {reason(error)}") from error
     if not isinstance(values, dict) or "checksum" not in values:
         raise RecordError(f"{file} is no Ridgeline record: it has no checksum")
     claimed = values.pop("checksum")
