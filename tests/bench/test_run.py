@@ -16,6 +16,7 @@ from ridgeline.bench.run import _Bench, run_bench
 from ridgeline.bench.workloads import workload
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import card
+from ridgeline.models.accounting import step_cost
 from ridgeline.records import read_record, write_record
 
 CPU = torch.device("cpu")
@@ -199,6 +200,18 @@ def test_mfu_and_floor_share_of_a_known_card():
     pair, floor = _Bench(workload("hal-20m"), torch.device("cuda"), Plan(), None, gpus=2)._shares(0.0744)
     assert (pair.mfu, pair.bytes_per_s, floor) == (used.mfu, pytest.approx(2 * used.bytes_per_s), floor_share)
     assert _Bench(CASE, CPU, Plan(), None)._shares(0.1) is None
+
+
+@pytest.mark.usefixtures("_fakes", "_h200")
+def test_a_record_holds_the_utilisation_that_was_counted(monkeypatch):
+    monkeypatch.setattr(run, "monitor", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    work = replace(workload("hal-20m"), batch=8)  # a floor far below what the fakes take
+    found = run_bench(work, ["eager"], torch.device("cuda"), Plan(rounds=2, steps=2)).contenders[0]
+    cost, seconds = step_cost(work.model, batch=8, context=256, precision="bf16"), found.step_ms / 1e3
+    assert found.mfu == pytest.approx(cost.flops / seconds / 989.4e12)
+    assert found.bytes_per_s == pytest.approx(cost.bytes / seconds)
+    assert found.bandwidth in (None, pytest.approx(found.bytes_per_s / 4.8e12))
 
 
 @pytest.mark.usefixtures("_fakes", "_h200")
