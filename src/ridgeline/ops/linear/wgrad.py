@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.linear.gemm import SMEM_LIMIT
 from ridgeline.ops.linear.reduce import Job, reduce_raw
 
@@ -171,7 +172,7 @@ class Launch(NamedTuple):
 
 @functools.lru_cache(maxsize=128)
 def _launch(shapes: tuple[Shape, ...], chunks: int, tile_n: int, device: torch.device) -> Launch:
-    plan = share_out(shapes, chunks, tile_n, torch.cuda.get_device_properties(device).multi_processor_count)
+    plan = share_out(shapes, chunks, tile_n, processors(device))
     starts, shares = tables(plan)
     return Launch(plan, starts.to(device), shares.to(device))
 
