@@ -138,8 +138,10 @@ def _check_numbers(values: dict[str, Any], where: str) -> None:
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if not math.isfinite(value) or value < 0:
-            raise RecordError(f"{where}.{key} is {value}; a record holds finite numbers of 0 or more")
+        finite = math.isfinite(value) if isinstance(value, float) else value.bit_length() < 64
+        if not finite or value < 0:
+            shown = value if isinstance(value, float) or finite else "too large"
+            raise RecordError(f"{where}.{key} is {shown}; a record holds finite numbers of 0 or more")
         if key in _SHARES and value > 1:
             raise RecordError(f"{where}.{key} is {value}, above 1: FLOPs, bytes, peak or time behind it is wrong")
         if key in _POSITIVE and value == 0:
@@ -161,6 +163,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def _check_by_name(values: dict[str, Any], where: str) -> None:
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RecordError(f"{where}.{key} must be a number, got {value!r}")
+    _check_numbers(values, where)
+
+
 def _build(cls: type, values: Any, where: str) -> Any:
     """A dataclass from a JSON object with exactly its keys and types."""
     if not isinstance(values, dict):
@@ -173,6 +182,8 @@ def _build(cls: type, values: Any, where: str) -> Any:
         allowed = tuple(t for part in kind.split(" | ") for t in _TYPES[part])
         if not isinstance(values[name], allowed) or (isinstance(values[name], bool)):
             raise RecordError(f"{where}.{name} must be {kind}, got {values[name]!r}")
+        if "dict[str, float]" in kind and values[name] is not None:
+            _check_by_name(values[name], f"{where}.{name}")
     _check_numbers(values, where)
     return cls(**values)
 

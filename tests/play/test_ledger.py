@@ -56,5 +56,5 @@ def test_two_processes_keep_games_in_one_file(tmp_path):
     one.add({}, games[0])
     assert Ledger(file).find({}, 0, range(10)) == {0: games[0]}
     file.write_text("a letter\n" * 1000)
-    with pytest.raises(RidgelineError, match="line 2 of .* is no game"):
+    with pytest.raises(RidgelineError, match=r"line 2 of .* is no game"):
         one.add({}, games[1])

@@ -16,6 +16,7 @@ from ridgeline.errors import (
     CheckpointError,
     ConfigError,
     MissingExtraError,
+    OutOfMemoryError,
     UnsupportedError,
     WorkerError,
 )
@@ -273,6 +274,19 @@ def test_games_of_impossible_seeds_are_not_played():
 def test_a_dead_process_is_an_error():
     with pytest.raises(WorkerError, match=r"the games of seeds 10000 to 10001 died \(exit code 3\)"):
         evaluate(dying_player, 2)
+
+
+def greedy_player():
+    class Greedy(Standin):
+        def act(self, batch, at_B, **settings):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    return player(Greedy())
+
+
+def test_a_card_without_memory_for_another_process_is_one_sentence():
+    with pytest.raises(OutOfMemoryError, match="not enough memory; let fewer processes play at a time"):
+        evaluate(greedy_player, 1)
 
 
 def hanging_player():

@@ -144,6 +144,22 @@ def test_curves_are_drawn_over_steps_and_seconds_and_rows_are_tables():
     assert strength.title == "Strength: boxing"
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_legend_stays_on_the_page(narrow):
+    """Long names take fewer columns; a change of the first line's model is named without the model."""
+    names = ["shakespeare-fast", *(f"shakespeare-fast+optimizer.algorithm=adamw+optimizer.lr={n}" for n in range(4))]
+    curves = [{"figure": "loss", "name": name, "x": [1, 2], "y": [2.0, 1.0]} for name in names]
+    (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
+    figure = section.chart(LIGHT, narrow)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        names[0], *(name.removeprefix(names[0]) for name in names[1:])
+    ]  # fmt: skip
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
 def test_a_figure_beneath_another():
     """Two panels over one axis, the lower one logarithmic with the curve's own values."""
     curve = {

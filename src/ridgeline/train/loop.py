@@ -21,7 +21,7 @@ from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Validation
 from ridgeline.engine import Replicas, TrainStep
 from ridgeline.engine.distributed import together
-from ridgeline.errors import ConfigError, DivergedError
+from ridgeline.errors import ConfigError, DivergedError, enough_memory
 from ridgeline.games import stick_points
 from ridgeline.models import PolicyConfig
 from ridgeline.optim import learning_rate
@@ -29,7 +29,7 @@ from ridgeline.train import state, words
 from ridgeline.train.by_head import HeadScores
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, find_device, make_step
-from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
+from ridgeline.train.guards import Interrupt, last_words, without_gc
 from ridgeline.train.lanes import settle_lanes
 from ridgeline.train.meter import meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, check_trackers, make_trackers

@@ -191,6 +191,22 @@ RL_D void let_peer_send(Barriers bar, const Place& me) {
   }
 }
 
+// SPLIT 2: row half KEPT of the sums stays, the other one leaves. The caller branches: chosen by selection, all sums would
+// stay in registers until after what it loads next.
+template <int KEPT>
+RL_D void keep_and_send(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u32 there, u32 counted) {
+#pragma unroll
+  for (int i = 0; i < LANE; i += 4) {
+    float out[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int low = (i + k) % 32 / 2 * 4 + (i + k) % 2;
+      v[0][i + k] = acc[(i + k) / 32][low + 2 * KEPT];
+      out[k] = acc[(i + k) / 32][low + 2 - 2 * KEPT];
+    }
+    remote_send(there + i / 4 * 2048, out[0], out[1], out[2], out[3], counted);
+  }
+}
 // SPLIT 2: keep the sums of row half `split`, send the other half to the peer, add what it sends. `area` is this
 // warpgroup's exchange area in either block. `meanwhile` runs when the sums have left and their registers are free.
 template <class Meanwhile>
@@ -199,18 +215,8 @@ RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u
   barrier_wait(bar.may_send(me.group), phase);
   const u32 there = remote_address(area, me.peer()) + me.thread() * 16;
   const u32 counted = remote_address(bar.received(me.group), me.peer());
-#pragma unroll
-  for (int i = 0; i < LANE; i += 4) {
-    float out[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int low = (i + k) % 32 / 2 * 4 + (i + k) % 2;
-      const float first = acc[(i + k) / 32][low], second = acc[(i + k) / 32][low + 2];
-      v[0][i + k] = me.split ? second : first;
-      out[k] = me.split ? first : second;
-    }
-    remote_send(there + i / 4 * 2048, out[0], out[1], out[2], out[3], counted);
-  }
+  if (me.split == 0) keep_and_send<0>(v, acc, there, counted);
+  else keep_and_send<1>(v, acc, there, counted);
   meanwhile();
   barrier_wait(bar.received(me.group), phase);
 #pragma unroll

@@ -60,15 +60,6 @@ def defines(plan: Layout, place: HeadPlace, dtype: torch.dtype, targets: torch.d
     }
 
 
-def unsupported(plan: Layout, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot serve these heads on this device, or None."""
-    if device.type != "cuda":
-        return f"the heads' Hopper kernel needs a CUDA device, got {device}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"the heads' Hopper kernel needs compute capability 9.0, got {torch.cuda.get_device_name(device)}"
-    return unfit(plan, dtype)
-
-
 def unfit(plan: Layout, dtype: torch.dtype) -> str | None:
     """Why heads of these sizes and this storage are not for the kernel, or None."""
     if dtype not in (torch.bfloat16, torch.float16):

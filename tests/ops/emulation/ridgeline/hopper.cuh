@@ -214,9 +214,21 @@ RL_D u32 round_bf16(float value) {
   const u32 bits = as_bits(value);
   return std::isnan(value) ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
-RL_D u32 pack_pair(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
-RL_D float pair_low(u32 pair) { return from_bits(pair << 16); }
-RL_D float pair_high(u32 pair) { return from_bits(pair & 0xffff0000u); }
+RL_D u32 round_fp16(float value) {
+  const auto rounded = static_cast<_Float16>(value);
+  u16 bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+RL_D float from_fp16(u32 bits) {
+  _Float16 value;
+  std::memcpy(&value, &bits, 2);
+  return value;
+}
+RL_D u32 round_half(float value) { return RL_FP16 ? round_fp16(value) : round_bf16(value); }
+RL_D u32 pack_pair(float low, float high) { return round_half(low) | round_half(high) << 16; }
+RL_D float pair_low(u32 pair) { return RL_FP16 ? from_fp16(pair) : from_bits(pair << 16); }
+RL_D float pair_high(u32 pair) { return RL_FP16 ? from_fp16(pair >> 16) : from_bits(pair & 0xffff0000u); }
 RL_D u16 pack_one(float value) { return static_cast<u16>(pack_pair(value, 0.f)); }
 RL_D float unpack_one(u16 value) { return pair_low(value); }
 RL_D float exp2_fast(float x) { return std::exp2(x); }
@@ -241,6 +253,12 @@ RL_D u32 shuffle(u32 value, int source) { return machine.warp().slots[machine.po
 RL_D u32 shuffle_xor(u32 value, int mask) { return shuffle(value, machine.lane() ^ mask); }
 RL_D float shuffle_xor(float value, int mask) { return from_bits(shuffle_xor(as_bits(value), mask)); }
 RL_D int warp_uniform(int value) { return static_cast<int>(shuffle(static_cast<u32>(value), 0)); }
+RL_D bool any_in_warp(bool value) {
+  const unsigned side = machine.post(value);
+  bool any = false;
+  for (uint64_t vote : machine.warp().slots[side]) any = any || vote;
+  return any;
+}
 RL_D void sync_warp() { machine.post(0); }
 inline emulation::Gathering& named(int id) { return machine.named[16 * static_cast<int>(machine.rank()) + id]; }
 RL_D void sync_block() { machine.gather(named(0), machine.threads, "block"); }
