@@ -386,14 +386,15 @@ def test_a_rolling_cache_is_asked_for_and_needs_no_learned_positions(trained, tm
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("cache", ["none", "exact"])
-def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache):
+def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache, temperature):
     path, _, _ = trained
     shorten(monkeypatch, 40)
     games = []
     for capture in (False, True):
         monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
-        games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=0.0))
+        games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=temperature))
     assert games[0] == games[1]
 
 

@@ -187,7 +187,10 @@ def test_whole_recipes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     run = read_toml(next((tmp_path / "out").rglob("lr-0.02-seed-1/config.toml")))
     assert (run["batch"], run["stages"]) == (4, [[0.5, 2, 8]])
     assert main([*arguments, "--recipes", "--seeds", "2", "--target", "9"]) == 0
-    assert "until 9 was held" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "until 9 was held" in said
+    assert f" {SMALL[:12]}" in said
+    assert "+batch=4+opt" in said  # a change is named without what it changes, folded and not cut off
     arguments[3] = f"{SMALL}+window.stride=2"
     assert main([*arguments, "--recipes"]) == 2
     assert "different windows" in " ".join(capsys.readouterr().err.split())

@@ -250,6 +250,8 @@ def lines(
 def _name_lines(figure: Figure, axes: Axes, palette: Palette, *, narrow: bool) -> None:
     """A legend in as many columns as its names leave room for; a change of the first line's model is named alone."""
     handles, labels = axes.get_legend_handles_labels()
+    if not labels:  # lines without a name
+        return
     labels = [label.removeprefix(labels[0]) if label.startswith(f"{labels[0]}+") else label for label in labels]
     room = (NARROW_IN if narrow else WIDE_IN) / (LEGEND_IN + LETTER_IN * max(len(label) for label in labels))
     columns = max(1, min(int(room), 2 if narrow else 4))

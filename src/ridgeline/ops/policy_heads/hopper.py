@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.linear.products import forward_raw
 from ridgeline.ops.policy_heads.launch import HeadProducts, Packed, Passed
 from ridgeline.ops.policy_heads.layout import HeadPlace, Layout
@@ -97,8 +98,7 @@ def forward(
     heard_NE = x_NC.new_empty(N, _up(plan.heads[-1].earlier, 8))
     state_2N = x_NC.new_empty(2, N, dtype=torch.float32)
     rows_K2N = x_NC.new_empty(K, 2, N, dtype=torch.float32)
-    blocks = torch.cuda.get_device_properties(x_NC.device).multi_processor_count
-    blocks = min(blocks, -(-N // (TILE * GROUPS)))
+    blocks = min(processors(x_NC.device), -(-N // (TILE * GROUPS)))
     partials = x_NC.new_empty(blocks * WARPS, plan.sums, dtype=torch.float32)
     narrow_PW = x_NC.new_empty(blocks, plan.inner * NARROW, dtype=torch.float32)
     for place, head in zip(plan.heads, heads, strict=True):
