@@ -35,7 +35,7 @@ def test_one_process_at_a_time_and_a_killed_one_holds_nothing(tmp_path: Path) ->
 
 
 def test_points_go_on_behind_the_last_whole_line(tmp_path: Path) -> None:
-    line = json.dumps({**POINT, "setup_s": 0.5})
+    line = json.dumps({**POINT, "setup_s": 0.5, "checkpoint": "0"})
     file = tmp_path / clocked.POINTS
     file.write_text(f"{line}\n{line[:20]}")
     clocked._append(file, line.replace('"at": 1.0', '"at": 2.0'))
