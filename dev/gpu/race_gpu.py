@@ -12,6 +12,8 @@ same time, PROCESSES at a time (environment; one a core), and `study race` itsel
     $OUT/folders.tgz                      the races' folders without checkpoints, from before the games on
 
 GO=FILE: contenders wait for that file before the first trains, so that they can be set up beside something else.
+GAMES=SECONDS that all games are left after all training (80): 30 games of a checkpoint of hal-20m keep a card busy for 5
+to 12 s, the weaker the longer; a process takes 10 s to begin. 26 checkpoints took 72 s on two cards and 32 cores.
 KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on there. Without it they are deleted.
 BRING=FILE: folders.tgz of an earlier run. Contenders that were trained and played there are not trained again, so a race
 may be run contender by contender on several machines, and its last run writes the record of all. Those that had no
@@ -33,7 +35,7 @@ from pathlib import Path
 
 BEGUN = time.monotonic()
 LATE = "this run's"  # how the failure of a contender begins whose training had no time left
-GAMES_SECONDS = 80  # that all games need after all training: 26 checkpoints of 30 took 72 on two cards and 32 cores
+GAMES_SECONDS = float(os.environ.get("GAMES", "80"))
 
 
 def say(*words):
