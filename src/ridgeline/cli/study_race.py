@@ -42,8 +42,8 @@ class Options:
     behind either stand changes, as in hal-5m+batch=256:best. Contenders train one after another, or one a card. The
     clock counts training alone: compilation, validation and checkpoints do not count and are reported apart. Games are
     played when all training has ended, in processes of their own. Called again with the same arguments, and --out, it
-    goes on where it was stopped; with other contenders, these join the race. The folder may go on on another machine
-    with the same kind of card: of a contender that is trained and played, all but its checkpoints is needed.
+    goes on where it was stopped; with other contenders, these join the race. A copy of the folder goes on elsewhere, on
+    the same kind of card; a contender that is trained and played needs no checkpoints there.
 
     With --json the last line is {"folder", "record", "contenders", "crossings", "failures"}: for each contender what
     it was at each time ("at", "seconds", "steps", "samples", "tokens", losses, "wins", "ko", "margin", "dealt",
