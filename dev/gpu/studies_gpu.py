@@ -123,14 +123,14 @@ def wait(jobs, until, trained=lambda name: False):
 
 
 def prepare(text, names):
-    """The data sets, before several jobs ask for them; at the same time."""
-    here = [sys.executable, "-m", "ridgeline", "data"]
-    wanted = {"tinyshakespeare": ["tinyshakespeare", "--file", text]}
+    """The data sets, before several jobs ask for them."""
+    from ridgeline.cli.data import replay_shipped
+    from ridgeline.data.api import prepare_tinyshakespeare
+
+    prepare_tinyshakespeare(source=text)
     if {"boxing", "divergence"} & set(names):
-        wanted["boxing"] = ["boxing"]
-    begun = time.monotonic()
-    jobs = {f"data-{name}": start(f"data-{name}", [*here, *words]) for name, words in wanted.items()}
-    wait(jobs, begun + 90)
+        replay_shipped("boxing")
+    say("data ready")
 
 
 def train(names, until):
@@ -240,20 +240,15 @@ def unfinished(names):
     return [name for name in names if name in COMPARISONS and trained_before().get(name) not in ("trained", 0)]
 
 
-def records(names, clocked, until):
-    """Steps of all comparisons on the first card, then their records; returns how each ended."""
+def clocked(names, clock_job, until):
+    """Times the steps of all comparisons on the first card; returns the jobs that make their records, on no card."""
     for name in names:
         for file in (HOME / name).glob("runs/*/pace.json"):
             file.unlink()
     GO.touch()
-    codes = wait({"clock": clocked}, until)
+    wait({"clock": clock_job}, until)
     tell("clock", 30)
-    # these find all runs and all paces
-    codes |= wait({name: study(name, "compare", *words_of(name)) for name in names}, until)
-    for name in names:
-        keep(name)
-        tell(name, 16)
-    return codes
+    return {name: study(name, "compare", *words_of(name)) for name in names}  # finds all runs and all paces
 
 
 def others(names, until):
@@ -269,7 +264,7 @@ def others(names, until):
         tell(name, 16)
 
 
-def time_alone(names, clocked, until):
+def time_alone(names, clock_job, until):
     """What is timed: comparisons and the preset on the first card, beside them what else is asked for on the last."""
     import torch
 
@@ -277,9 +272,13 @@ def time_alone(names, clocked, until):
     beside = threading.Thread(target=others, args=(rest, until))
     if torch.cuda.device_count() > 1:
         beside.start()
-    codes = records(compared, clocked, until) if compared else {}
+    jobs = clocked(compared, clock_job, until) if compared else {}
     if "fresh" in names:
         fresh_runs(until)
+    codes = wait(jobs, until)
+    for name in compared:
+        keep(name)
+        tell(name, 16)
     if beside.ident is None:
         beside.start()
     beside.join()
@@ -328,7 +327,7 @@ def main():
     try:
         prepare(text, names)
         compared = [name for name in names if name in COMPARISONS]
-        clocked = mine("--clock", *compared) if phase != "train" and compared else None
+        clock_job = mine("--clock", *compared) if phase != "train" and compared else None
         training = unfinished(names) + [name for name in names if name == "divergence" and phase != "time"]
         if training:
             codes = train(training, end_s - (ALONE_S if phase != "train" else 0))
@@ -338,7 +337,7 @@ def main():
                 tell(name, 12)
         if phase != "train":
             say("alone from now on")
-            codes |= time_alone(names, clocked, end_s)
+            codes |= time_alone(names, clock_job, end_s)
     finally:
         for process in STARTED:
             end(process)
