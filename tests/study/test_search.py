@@ -25,7 +25,7 @@ from ridgeline.study.trials import Goal, Trial, best_of, front
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
 
-pytest.importorskip("optuna", reason="the extra search is not installed")
+optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
 SMALL = "gpt2-c256+layers=1+width=16+heads=2+context=16+window.context=16+batch=2"
 SPACE = ["layers=1", "width=16", "kv_heads=all", "mlp_ratio=2", "context=16", "batch=2", "lr=1e-3:1e-2"]
 
@@ -195,6 +195,20 @@ def test_what_cannot_be_fast_enough_is_never_trained(
 def test_bad_input(text: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options(text, tmp_path / "out"), *more]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_somebody_elses_study_is_left_alone(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], direction: str
+) -> None:
+    storage = f"sqlite:///{tmp_path / 'theirs.db'}"
+    theirs = optuna.create_study(study_name="search", storage=storage, direction=direction)
+    if direction == "minimize":
+        theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    before = len(theirs.trials)
+    assert main([*options(text, tmp_path / "out"), "--storage", storage]) == 2
+    assert "a study called 'search' of something else; give a new --out or --storage" in capsys.readouterr().err
+    assert len(theirs.trials) == before
 
 
 def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

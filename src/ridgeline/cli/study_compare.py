@@ -42,7 +42,7 @@ class Options:
     its model counts: data, windows, batch, optimiser, schedule and length are the first one's for all; with --recipes
     each keeps its own, data and windows excepted. A difference counts where it is larger than the spread between seeds
     explains (95 % interval over pairs of equal seeds). Called again with the same arguments, and --out, it goes on
-    where it was stopped.
+    where it was stopped; with more seeds or other rates it trains what it lacks.
 
     With --json the last line is {"folder", "record", "ngrams", "contenders": [{"contender", "parameters",
     "learning_rate", "at_edge", "tried", "best_loss", "best_spread", "final_loss", "final_spread", "tokens_per_s",

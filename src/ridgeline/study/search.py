@@ -367,6 +367,10 @@ def _requeue(study: optuna.Study, folder: Path) -> None:
 def _check_plan(study: optuna.Study, plan: Search) -> None:
     kept = study.user_attrs.get("plan")
     if kept is None:
+        if study.get_trials(deepcopy=False) or study.direction.name != "MINIMIZE":
+            raise ConfigError(
+                f"the storage holds a study called {NAME!r} of something else; give a new --out or --storage"
+            )
         study.set_user_attr("plan", plan.plan())
         return
     odd = sorted(key for key, value in plan.plan().items() if kept.get(key) != value)
