@@ -50,14 +50,16 @@ SMALL = {  # name: (early launches, changes to the choices)
     "all apart": (True, dict(rows=frozenset())),
     "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
+JOINS = frozenset(("out", "qkv", "down", "up"))
 LARGE = {
     "late": (False, {}),
     "early": (True, {}),
-    "rows": (True, dict(rows=ALL)),
-    "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
-    "joins rows": (True, dict(rows=frozenset(("out", "qkv")))),
+    "mlp rows": (True, dict(rows=ALL)),
+    "mlp rows late": (False, dict(rows=ALL)),
+    **{f"but {name}": (False, dict(rows=JOINS - {name})) for name in sorted(JOINS)},
+    "apart": (False, dict(rows=frozenset())),
     "not grouped": (False, dict(grouped=False)),
-    "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch")),
+    "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch")),
 }
 
 

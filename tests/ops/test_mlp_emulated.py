@@ -18,7 +18,7 @@ from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import Masks
 from ridgeline.ops.mlp import kernels
-from ridgeline.ops.mlp.kernels import Config
+from ridgeline.ops.mlp.kernels import ABREAST, WHOLE, Config
 from ridgeline.ops.norm.reference import NormKind
 
 EMULATION = Path(__file__).parent / "emulation"
@@ -84,7 +84,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}"
+        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}{self.config.abreast}"
 
 
 def normal(case: Case, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -215,7 +215,7 @@ def check_gradient(case: Case, build: Build, dh: Tensor) -> Tensor:
     dr, dbranch = unwritten(case, N, C), unwritten(case, N, C) if case.p else None
     shift = case.bias and not case.rms
     sums = 1 + shift + case.bias
-    partials = unwritten(case, kernels.partial_rows(case.part, N, build.config), sums * C + 4, dtype=torch.float32)
+    partials = unwritten(case, kernels.partial_rows(N, build.config), sums * C + 4, dtype=torch.float32)
     join = kernels.JoinGradient(
         "rmsnorm" if case.rms else "layernorm", weight, r, mean, rstd, dresidual, dr, dbranch, partials, shift,
         case.bias, masks(case),
@@ -240,10 +240,10 @@ def check_gradient(case: Case, build: Build, dh: Tensor) -> Tensor:
 
 
 CASES = [
-    Case("project_forward", 200, 128, 72, Config(), p=0.3, seed=1),
-    Case("project_forward", 100, 256, 136, Config(), rms=True, bias=False, residual=False, seed=2, late=True),
-    Case("project_backward", 200, 128, 72, Config(), p=0.3, seed=3, late=True),
-    Case("project_backward", 100, 256, 136, Config(), rms=True, bias=False, residual=False, seed=4),
+    Case("project_forward", 200, 128, 72, ABREAST, p=0.3, seed=1),
+    Case("project_forward", 100, 256, 136, ABREAST, rms=True, bias=False, residual=False, seed=2, late=True),
+    Case("project_backward", 200, 128, 72, ABREAST, p=0.3, seed=3, late=True),
+    Case("project_backward", 100, 256, 136, ABREAST, rms=True, bias=False, residual=False, seed=4),
     Case("mlp_forward", 300, 128, 192, Config(1), p=0.3, seed=5, late=True),
     Case("mlp_forward", 100, 256, 320, Config(2), tanh=True, seed=6),
     Case("mlp_forward", 300, 128, 128, Config(1), rms=True, bias=False, seed=7),
@@ -252,11 +252,15 @@ CASES = [
     Case("mlp_backward", 100, 256, 320, Config(2), tanh=True, seed=10, late=True, projected=200),
     Case("mlp_backward", 300, 128, 128, Config(1), rms=True, bias=False, seed=11, late=True, projected=72),
     Case("mlp_backward", 200, 128, 256, Config(2), p=0.3, seed=12, projected=128),
-    Case("project_forward", 200, 256, 456, Config(), p=0.3, seed=13, late=True),
-    Case("project_backward", 300, 256, 456, Config(), seed=14),
+    Case("project_forward", 200, 256, 456, ABREAST, p=0.3, seed=13, late=True),
+    Case("project_backward", 300, 256, 456, ABREAST, seed=14),
     Case("mlp_forward", 100, 128, 256, Config(2), seed=15, dtype=torch.float16),
     Case("mlp_backward", 100, 128, 256, Config(2), seed=16, late=True, dtype=torch.float16, projected=128),
-    Case("project_forward", 100, 128, 72, Config(), seed=17, late=True, dtype=torch.float16),
+    Case("project_forward", 100, 128, 72, ABREAST, seed=17, late=True, dtype=torch.float16),
+    Case("project_forward", 400, 128, 72, WHOLE, p=0.3, seed=18),
+    Case("project_forward", 300, 256, 456, WHOLE, seed=19, late=True),
+    Case("project_backward", 300, 128, 456, WHOLE, p=0.3, seed=20),
+    Case("project_backward", 200, 256, 136, WHOLE, rms=True, bias=False, residual=False, seed=21, late=True),
 ]  # fmt: skip
 
 

@@ -29,9 +29,9 @@ class Choices:
         out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers) or
             "residual" (and the residual written by the product, so that the norm stands alone).
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
-            "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
-            gradient of the joint projection). "mixed": the input gradient of attention's output projection ends the
-            kernel of the MLP's gradient.
+            "mlp" (both products, GELU and the joins) or else "down" (its second product) and "up" (the input gradient of
+            its first), "out" (attention's output projection) and "qkv" (the input gradient of the joint projection).
+            "mixed": the input gradient of attention's output projection ends the kernel of the MLP's gradient.
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
         early: kernels start while the one before still runs (ops/early.py).
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
@@ -93,7 +93,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
-        rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
+        rows=frozenset(("mlp", "out", "qkv") if whole_rows else ("out", "qkv", "down", "up") if many else ()),
         grouped=whole_rows or many,
         early=not many,
         side_stream=few and not whole_rows,  # a group fills the card

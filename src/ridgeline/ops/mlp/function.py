@@ -76,7 +76,7 @@ def _norm_gradient(
     N, C = r_NC.shape
     config = kernels.choose(part, N, F)
     shift = norm.bias_C is not None
-    partials_PW = r_NC.new_empty(kernels.partial_rows(part, N, config), (1 + shift) * C, dtype=torch.float32)
+    partials_PW = r_NC.new_empty(kernels.partial_rows(N, config), (1 + shift) * C, dtype=torch.float32)
     return JoinGradient(
         norm.kind, norm.weight_C, r_NC, mean_N, rstd_N, dresidual_NC, torch.empty_like(r_NC), None, partials_PW, shift,
         False, None,

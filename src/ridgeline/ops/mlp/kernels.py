@@ -44,11 +44,17 @@ class Config(NamedTuple):
 
     Attributes:
         split: 2 lets a pair of blocks divide the inner dimension of one tile of 128 rows.
-        stages: ring slots of 16 KB; 0 takes as many as fit, up to 12.
+        stages: ring slots; 0 takes as many as fit, up to 12.
+        abreast: of a projection: 2 lets both warpgroups of a block share a tile of 64 rows, half of the columns each;
+            with 1 each has 64 of a tile's 128 rows, and one's join runs under the other one's products.
     """
 
     split: int = 1
     stages: int = 0
+    abreast: int = 1
+
+
+WHOLE, ABREAST = Config(), Config(abreast=2)
 
 
 class Join(NamedTuple):
@@ -117,14 +123,9 @@ def source(part: Part) -> str:
     return _PARTS[part][0]
 
 
-def tile_rows(part: Part) -> int:
-    """Rows of the result that a block has."""
-    return 64 if part.startswith("project") else 128
-
-
-def tiles(part: Part, N: int) -> int:
+def tiles(N: int, config: Config = WHOLE) -> int:
     """Tiles of N rows."""
-    return -(-N // tile_rows(part))
+    return -(-N // (128 // config.abreast))
 
 
 def chunks(F: int) -> int:
@@ -134,7 +135,7 @@ def chunks(F: int) -> int:
 
 def kept_shape(N: int, F: int) -> tuple[int, int]:
     """Shape of the tensor that keeps GELU's derivative: padded, and in the kernels' own order (layout.cuh)."""
-    return tiles("mlp_forward", N) * 128, chunks(F) * CHUNK
+    return tiles(N) * 128, chunks(F) * CHUNK
 
 
 def hidden(h_NC: Tensor, F: int) -> tuple[Tensor, Tensor]:
@@ -164,24 +165,26 @@ def unkeep(kept: Tensor, N: int, F: int) -> Tensor:
     return _kept_view(kept).reshape(kept.shape)[:N, :F]
 
 
-def partial_rows(part: Part, N: int, config: Config) -> int:
+def partial_rows(N: int, config: Config) -> int:
     """Rows of the join's partial sums."""
-    return tiles(part, N) * (1 if part.startswith("project") else 2 * config.split)
+    return tiles(N, config) * 2 * config.split // config.abreast
 
 
 def inner_partial_rows(N: int) -> int:
     """Rows of the partial sums of du."""
-    return tiles("mlp_backward", N) * 2
+    return tiles(N) * 2
 
 
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
     """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
-    rows, branch_sums, vectors = 2 * width * 128, sums * 4 * width * 4, 3 * width * 2
+    rows, vectors = 2 * width * 128, 3 * width * 2
+    parts = 2 // config.abreast
+    branch_sums, statistics = parts * sums * 4 * width * 4, (2 - parts) * 2 * STATISTICS
     size = {
         "mlp_forward": rows + 2 * PANELS + vectors + chunks(F) * 256,
         "mlp_backward": rows + 4 * PANELS + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
-        "project_forward": 2 * STATISTICS + vectors,
-        "project_backward": 2 * STATISTICS + branch_sums + vectors,
+        "project_forward": statistics + vectors,
+        "project_backward": statistics + branch_sums + vectors,
     }[part]
     slot = (64 + width) * 128 if part.startswith("project") else SLOT
     return size + stages * slot + 512
@@ -196,14 +199,15 @@ def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up
 
 
 def choose(part: Part, N: int, inner: int) -> Config:
-    """The configuration for N rows and F (or K) inner columns on the current device. Projections know but one.
+    """The configuration for N rows and F (or K) inner columns on the current device.
 
     Pairs of blocks divide the inner dimension while there are too few tiles to fill the card; measured on an H200 at
-    8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78.
+    8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78. So do the
+    halves of a projection's block divide its rows' columns.
     """
+    few = 2 * tiles(N) <= processors(torch.device("cuda"))
     if part.startswith("project"):
-        return Config()
-    few = 2 * tiles(part, N) <= processors(torch.device("cuda"))
+        return ABREAST if few else WHOLE
     return Config(split=2 if few and chunks(inner) > 1 else 1)
 
 
@@ -235,6 +239,7 @@ def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int
         "WIDTH": width,
         "SPLIT": config.split,
         "STAGES": config.stages,
+        "ABREAST": config.abreast,
         "RL_FP16": int(dtype == torch.float16),
     }
 
@@ -274,7 +279,7 @@ def _launch(
     patient: bool = True,
 ) -> None:
     kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=patient)
-    programs = min(tiles(part, N), processors(torch.device("cuda")) // config.split)
+    programs = min(tiles(N, config), processors(torch.device("cuda")) // config.split)
     kernel.launch((programs * config.split,), THREADS, size, arguments)
 
 

@@ -1,8 +1,9 @@
 // What the kernels of this folder share: a block has 128 rows of the result, whole rows; one producer warp streams the
 // weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers. Or (ABREAST 2) it has 64
-// rows, and each warpgroup half of their columns.
+// rows, and each warpgroup half of their columns. Or (APART) each warpgroup's 64 rows have a pass of their own over the
+// weights, so that one's products run while the other goes on with its finished rows.
 //
-// Macros: WIDTH (C: 128 or 256), STAGES (ring slots), SPLIT: with 2, a pair of blocks (a cluster) divides the inner
+// Macros: WIDTH (C: 128 or 256), STAGES (ring slots), ABREAST, SPLIT: with 2, a pair of blocks (a cluster) divides the inner
 // dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows.
 #pragma once
 #include "access.cuh"
@@ -14,8 +15,8 @@
 #define CLUSTER_DIMENSIONS
 #endif
 
-#ifndef ABREAST
-#define ABREAST 1
+#ifndef APART
+#define APART 0
 #endif
 
 namespace rl {
@@ -25,9 +26,10 @@ constexpr int HALVES = WIDTH / 128;                 // accumulators of 64 × 128
 constexpr int HELD = WIDTH / ABREAST;               // columns that a warpgroup holds
 constexpr int GROUPS = HELD / 32, LANE = HELD / 4;  // column groups; values of a row in a thread
 constexpr int OWN_ROWS = 2 / SPLIT;                 // rows a thread finishes
-// A slot of the ring: 64 of K by 128 of the result's columns, or 128 rows by 64 of K; abreast 64 rows of A and, behind them,
-// all of the weight by 64 of K.
-constexpr int SLOT_BYTES = ABREAST == 2 ? (64 + WIDTH) * 128 : 128 * 128;
+// A slot of the ring: 64 of K by 128 of the result's columns, or 128 rows by 64 of K; abreast and apart 64 rows of A and,
+// behind them, all of the weight by 64 of K.
+constexpr int SLOT_BYTES = ABREAST == 2 || APART ? (64 + WIDTH) * 128 : 128 * 128;
+constexpr int READERS = APART ? 4 : 8;             // warps that read a slot
 constexpr int EXCHANGE_BYTES = 128 * LANE * 4;     // a warpgroup's
 
 struct Place {
@@ -65,7 +67,7 @@ struct Barriers {
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full(i), 1);
-      barrier_init(empty(i), 8);
+      barrier_init(empty(i), READERS);
     }
     for (int i = 0; i < 2; ++i) {
       barrier_init(rows_full(i), 1);
@@ -111,6 +113,9 @@ struct Ring {
   RL_D u32 address() const { return slots + slot * SLOT_BYTES; }
   RL_D void advance() {
     if (++slot == STAGES) slot = 0, phase ^= 1;
+  }
+  RL_D void skip(int count) {
+    for (slot += count; slot >= STAGES; slot -= STAGES) phase ^= 1;
   }
   // Producer: wait until the slot is free and announce its bytes.
   RL_D void begin() const {
