@@ -45,7 +45,6 @@ ALL = frozenset(("mlp", "out", "qkv"))
 SMALL = {  # name: (early launches, changes to the choices)
     "chosen": (True, {}),
     "late": (False, {}),
-    "mixed": (True, dict(rows=ALL | {"mixed"})),
     "mlp apart": (True, dict(rows=frozenset(("out", "qkv")))),
     "all apart": (True, dict(rows=frozenset())),
     "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),

@@ -55,9 +55,9 @@ def sources():
     s = put(s, "      if (UP_BIAS)\n        write_sums", "      if (chunk == first) stamp(7); else if (chunk == first + 1) stamp(10);\n      if (UP_BIAS)\n        write_sums")
     s = put(s, "    Ahead ahead;\n    if (SPLIT", "    stamp(11);\n    Ahead ahead;\n    if (SPLIT")
     s = put(s, "    begin_turn(me);\n    multiply_up(dh, du, ring, me);\n", "    begin_turn(me);\n    stamp(12);\n    multiply_up(dh, du, ring, me);\n    stamp(13);\n")
-    s = put(s, "      fence_async();\n      sync_warp();\n      if (!PROJECT && me.lane == 0) barrier_arrive(bar.rows_empty", "      stamp(14);\n      fence_async();\n      sync_warp();\n      if (!PROJECT && me.lane == 0) barrier_arrive(bar.rows_empty")
+    s = put(s, "      fence_async();\n      sync_warp();\n      if (me.lane == 0) barrier_arrive(bar.rows_empty", "      stamp(14);\n      fence_async();\n      sync_warp();\n      if (me.lane == 0) barrier_arrive(bar.rows_empty")
     s = put(s, "    named_barrier<128>(1 + me.group);  // the join's", "    stamp(16);\n    named_barrier<128>(1 + me.group);  // the join's")
-    s = put(s, "* SPLIT + me.split, me);\n    if (PROJECT)", "* SPLIT + me.split, me);\n    stamp(15);\n    if (PROJECT)")
+    s = put(s, "* SPLIT + me.split, me);\n  }\n}", "* SPLIT + me.split, me);\n    stamp(15);\n  }\n}")
     p.write_text(s)
     p = OUT / "project.cu"; s = common(p.read_text())
     s = put(s, "    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);\n", "    stamp(4);\n    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);\n    stamp(5);\n")
@@ -154,7 +154,7 @@ if __name__ == "__main__":
         for part in K._PARTS:
             cfg = K.fitted(part, 256, K.Config(1 if part.startswith("project") else 2), 1024)
             back = "backward" in part
-            m = {**K.tile_macros(256, torch.bfloat16, cfg), "RMS": 0, "DROPOUT": 0, "RESIDUAL": 1, "NORM_BIAS": 1, "BRANCH_BIAS": int(not back), "GELU_TANH": 1, "PROJECT": 0, "UP_BIAS": int(not back), "BACKWARD": int(back), "TRACE": "140000000000ull"}
+            m = {**K.tile_macros(256, torch.bfloat16, cfg), "RMS": 0, "DROPOUT": 0, "RESIDUAL": 1, "NORM_BIAS": 1, "BRANCH_BIAS": int(not back), "GELU_TANH": 1, "UP_BIAS": int(not back), "BACKWARD": int(back), "TRACE": "140000000000ull"}
             print(part, cuda.build(K.FOLDER / K.source(part), m, "sm_90a").resources())
     else:
         main()

@@ -69,16 +69,13 @@ def mlp_forward(
 
 
 def mlp_backward(
-    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None, j: Any,
-    *, projection: Any,
-) -> None:  # fmt: skip
+    dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None, j: Any
+) -> None:
     du_NF.copy_(dz_NC @ down_CF * kernels.unkeep(kept, *du_NF.shape))
     if du_sums_PF is not None:
         du_sums_PF.zero_()
         du_sums_PF[0] = du_NF.sum(0)
     join_gradient(du_NF @ up_FC, j)
-    if projection is not None:
-        projection.dx_NM.copy_((j.dr_NC if j.dbranch_NC is None else j.dbranch_NC) @ projection.weight_CM)
 
 
 def grouped(group: Any, also: Any) -> None:
@@ -107,7 +104,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("rows", [frozenset(), ROWS, ROWS | {"mixed"}, frozenset(("down", "up"))])
+@pytest.mark.parametrize("rows", [frozenset(), ROWS, frozenset(("down", "up"))])
 @pytest.mark.parametrize("name", ["learned, tanh", "relative, dropout, exact"])
 def test_every_choice_is_wired_to_the_same_function(
     played: Callable[[Choices], None], name: str, rows: frozenset[str], grouped: bool
@@ -166,7 +163,6 @@ WIDE = {
         (ROWS, False, "cuda"),
         (frozenset(), True, "cuda"),
         (ROWS, True, "cuda"),
-        (ROWS | {"mixed"}, True, "cuda"),
     ],
 )
 @pytest.mark.parametrize("name", WIDE)

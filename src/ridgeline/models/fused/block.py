@@ -84,13 +84,10 @@ def block_backward(
     The parameters of `before` are among them, but its branch's bias only where that is left as partial sums.
     """
     between = Join(weights.out_bias_C, weights.norm_2, sites[1])
-    middle, dmixed_NM = mlp_backward(
-        run, behind, saved.middle, saved.hidden, weights.mlp, between, weights.out_CM, grads
-    )
+    middle = mlp_backward(run, behind, saved.middle, saved.hidden, weights.mlp, between, grads)
     grads.product(weights.out_CM, middle.dbranch_NC, saved.attention.mixed_NM, weights.out_bias_C)
     wants_sums = grads.unsummed(weights.qkv_bias_Q) is not None
-    if dmixed_NM is None:
-        dmixed_NM = input_gradient(middle.dbranch_NC, weights.out_CM, impl=run.choices.out)
+    dmixed_NM = input_gradient(middle.dbranch_NC, weights.out_CM, impl=run.choices.out)
     attention = saved.attention.backward(dmixed_NM, bias=wants_sums)
     grads.deliver(weights.relative_RD, attention.dtable_RD)
     grads.product(weights.qkv_QC, attention.dqkv_NQ, first.h_NC, weights.qkv_bias_Q, attention.partials_PQ)

@@ -66,32 +66,22 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
 
 
 def mlp_backward(
-    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, before_CM: Tensor,
-    grads: WeightGradients,
-) -> tuple[Slopes, Tensor | None]:  # fmt: skip
-    """From behind the join after the MLP to behind `join`, the one before it, with the weights' gradients.
-
-    `before_CM` is the projection that made that join's branch. Its input's gradient comes too where that is chosen.
-    """
-    wants_sums, before, projection = grads.unsummed(weights.up_bias_F) is not None, None, None
+    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
+) -> Slopes:
+    """From behind the join after the MLP to behind `join`, the one before it, with the weights' gradients."""
+    wants_sums, before = grads.unsummed(weights.up_bias_F) is not None, None
     if "mlp" in run.choices.rows:
-        if "mixed" in run.choices.rows:
-            dmixed_NM = behind.dr_NC.new_empty(len(behind.dr_NC), before_CM.shape[1])
-            projection = rows.Projection(before_CM, dmixed_NM)
-        du_NF, partials_PF, before = _rows_backward(
-            run, behind, middle, hidden, weights, join, projection, grads, wants_sums
-        )
+        du_NF, partials_PF, before = _rows_backward(run, behind, middle, hidden, weights, join, grads, wants_sums)
     else:
         du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, wants_sums)
     grads.product(weights.down_CF, behind.dbranch_NC, hidden.a_NF, weights.down_bias_C)
     grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
-    before = before or project_backward(run, "up", du_NF, weights.up_FC, behind.dr_NC, middle, join, grads)
-    return before, None if projection is None else projection.dx_NM
+    return before or project_backward(run, "up", du_NF, weights.up_FC, behind.dr_NC, middle, join, grads)
 
 
 def _rows_backward(
-    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join,
-    projection: rows.Projection | None, grads: WeightGradients, sums: bool,
+    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients,
+    sums: bool,
 ) -> tuple[Tensor, Tensor | None, Slopes]:  # fmt: skip
     """du, where wanted fp32 partial sums of it over its rows, and what lies behind `join`."""
     dz_NC, (N, F) = behind.dbranch_NC, hidden.a_NF.shape
@@ -99,9 +89,7 @@ def _rows_backward(
     if sums:
         partials_PF = dz_NC.new_empty(rows.inner_partial_rows(N), F, dtype=torch.float32)
     gradient, before = rows_slopes(run, "mlp_backward", F, behind.dr_NC, middle, join, grads)
-    rows.mlp_backward_raw(
-        dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, du_NF, partials_PF, gradient, projection=projection
-    )
+    rows.mlp_backward_raw(dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, du_NF, partials_PF, gradient)
     rows_sums(gradient, join, grads)
     return du_NF, partials_PF, before
 

@@ -1,8 +1,7 @@
 // Gradient of the MLP half of a block for sm_90a: da = dz Wdown, du = da · gelu'(u), dh = du Wup, then the gradient of the
-// join before it (join.cuh). gelu'(u) is what the forward pass kept; du is stored for Wup's gradient. PROJECT goes on with
-// the product before that join: the gradient dx = dbranch W of its input.
+// join before it (join.cuh). gelu'(u) is what the forward pass kept; du is stored for Wup's gradient.
 //
-// Macros: tile.cuh's, join.cuh's (of the join before the MLP), UP_BIAS (sums of du are wanted), PROJECT 0 or 1.
+// Macros: tile.cuh's, join.cuh's (of the join before the MLP), UP_BIAS (sums of du are wanted).
 #include "join.cuh"
 #include "panels.cuh"
 
@@ -11,7 +10,7 @@
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of dz: [K block][64][64]
-constexpr int STAGING_BYTES = Outlet<4>::BYTES;        // du's, then the join's sums
+constexpr int STAGING_BYTES = panels_bytes(4);        // du's, then the join's sums
 constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 128 * 4 : 0;                              // a warpgroup's: [pair of warps][column]
 constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
 constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, VECTOR = DU_SUMS + 2 * DU_SUMS_BYTES;
@@ -20,18 +19,13 @@ static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(STAGING_BYTES >= SUMS_BYTES, "the join's sums are taken where du was staged");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where dz was");
 
-struct Weights {
-  const TensorMap *up, *down, *out;
-  int parts;  // of 128 columns of `out`
-};
-
-RL_D void produce(const TensorMap* dz, const Weights& w, const JoinBackward& join, const uint4* kept, int chunks, int first,
-                  int last, u32 smem, Barriers bar) {
+RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, const JoinBackward& join, const uint4* kept,
+                  int chunks, int first, int last, u32 smem, Barriers bar) {
   Ring ring(smem + RING, bar);
   const auto fetch = [&](int chunk) {
-    for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, w.down, 64 * k, 128 * chunk);
+    for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, down, 64 * k, 128 * chunk);
     for (int k = 0; k < 2; ++k)
-      for (int half = 0; half < HALVES; ++half) fetch_columns(ring, w.up, 128 * chunk + 64 * k, 128 * half);
+      for (int half = 0; half < HALVES; ++half) fetch_columns(ring, up, 128 * chunk + 64 * k, 128 * half);
   };
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const auto prefetch_kept = [&](int chunk) {
@@ -53,14 +47,12 @@ RL_D void produce(const TensorMap* dz, const Weights& w, const JoinBackward& joi
       prefetch_kept(chunk);
       fetch(chunk);
     }
-    for (int part = 0; part < PROJECT * w.parts; ++part)
-      for (int k = 0; k < K_BLOCKS; ++k) fetch_columns(ring, w.out, 64 * k, 128 * part);
   }
 }
 
 struct Inner {  // the inner columns: where gelu'(u) comes from and du goes
   const uint4* kept;
-  Outlet<4> du;
+  const TensorMap* du;
   float* sums;  // [tile and warpgroup][column], or null
   int inner, chunks;
 };
@@ -147,53 +139,7 @@ RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[8][4], Ring& ring
   release(ring, 1, me);
 }
 
-struct Projection {  // dx (rows × width)
-  u16* dx;
-  int width, parts;
-};
-
-// dx = dbranch W for this thread's finished rows, which it puts where the warpgroup's rows of dz were; a pair's block leaves
-// the other half of those rows as they are and takes no notice of what becomes of them.
-RL_D void project(const Projection& p, float (&acc)[64], const float (&v)[OWN_ROWS][LANE], u32 rows, Ring& ring, int row, int count,
-                  const Place& me) {
-  const int quad = me.lane % 4, here = 16 * me.warp + me.lane / 4;
-#pragma unroll
-  for (int i = 0; i < OWN_ROWS; ++i)
-#pragma unroll
-    for (int g = 0; g < GROUPS; ++g) {
-      const uint4 x = pack_eight(v[i] + 8 * g);
-      const u32 place = swizzle128(here + 8 * (SPLIT == 2 ? me.split : i), g % 2 * 4 + quad);
-      store_shared_16(rows + g / 2 * 8192 + place, x.x, x.y, x.z, x.w);
-    }
-  fence_async();
-  named_barrier<128>(1 + me.group);
-#pragma unroll 1
-  for (int part = 0; part < p.parts; ++part) {
-    float x[OWN_ROWS][32];
-    multiply_down(acc, rows, ring, me);
-    wgmma_wait<0>();
-    wgmma_touch(acc);
-    release(ring, 1, me);
-#pragma unroll
-    for (int i = 0; i < OWN_ROWS; ++i)
-#pragma unroll
-      for (int k = 0; k < 32; ++k) {
-        const int low = k / 2 * 4 + k % 2;
-        x[i][k] = SPLIT == 2 ? (me.split ? acc[low + 2] : acc[low]) : acc[low + 2 * i];
-      }
-    own_columns(x, me);
-#pragma unroll
-    for (int i = 0; i < OWN_ROWS; ++i)
-#pragma unroll
-      for (int g = 0; g < 4; ++g) {
-        const int column = 128 * part + 32 * g + 8 * quad;
-        if (row + 8 * i < count && column < p.width)
-          *reinterpret_cast<uint4*>(p.dx + static_cast<i64>(row + 8 * i) * p.width + column) = pack_eight(x[i] + 8 * g);
-      }
-  }
-}
-
-RL_D void consume(const JoinBackward& join, const Inner& p, const Projection& out, int first, int last, u32 smem, Barriers bar, const Place& me) {
+RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last, u32 smem, Barriers bar, const Place& me) {
   Ring ring(smem + RING, bar);
   const u32 rows = smem + me.group * ROWS_BYTES, staging = smem + STAGING + me.group * STAGING_BYTES;
   if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
@@ -220,7 +166,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, const Projection& ou
       wgmma_touch(da);
       release(ring, 1, me);
       differentiate(du, sums, da, kept, source, row < join.rows, me);
-      p.du.send(0, du, 128 * chunk, row, me);
+      send(p.du, staging, du, 128 * chunk, row + 16 * me.warp, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
@@ -229,7 +175,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, const Projection& ou
     if (SPLIT == 2) {
       let_peer_send(bar, me);
     } else {
-      if (!PROJECT && me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
       ahead.load(join, row + first_row(me), me);
     }
     begin_turn(me);
@@ -240,7 +186,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, const Projection& ou
       exchange(v, dh, rows, bar, phase, me, [&] { ahead.load(join, row + first_row(me), me); });
       fence_async();
       sync_warp();
-      if (!PROJECT && me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
     } else {
       take_rows(v, dh);
     }
@@ -248,42 +194,36 @@ RL_D void consume(const JoinBackward& join, const Inner& p, const Projection& ou
     if (me.lane == 0) store_wait_read<0>();
     named_barrier<128>(1 + me.group);  // the join's sums are taken where du was staged
     join_backward(join, v, ahead, row + first_row(me), staging, 0, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
-    if (PROJECT) {
-      project(out, dh[0], v, rows, ring, row + first_row(me), join.rows, me);
-      if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
-    }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     CLUSTER_DIMENSIONS
         mlp_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap up,
-                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap out,
-                     const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums,
+                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap du, const uint4* kept,
+                     float* du_sums,
                      const u16* r, const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr, u16* dbranch,
-                     float* partials, u16* dx, i64 stride, int width, const i64* seed_step, int rows, int inner, u32 site,
+                     float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site,
                      u32 threshold, float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&du);
-  if (PROJECT && threadIdx.x == 0) prefetch_map(&out);
   begin(bar);
   const int chunks = ceil_div(inner, 128), share = ceil_div(chunks, SPLIT);
   const int first = me.split * share, last = first + share < chunks ? first + share : chunks;
   if (me.group < 0) {
     registers_down<40>();
     const JoinBackward join{r, dresidual, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, {}};
-    const Weights weights{&up, &down, &out, ceil_div(width, 128)};
-    if (threadIdx.x == 0) produce(&dz, weights, join, kept, chunks, first, last, smem, bar);
+    if (threadIdx.x == 0) produce(&dz, &up, &down, join, kept, chunks, first, last, smem, bar);
   } else {
     registers_up<232>();
     copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
     wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    const Inner p{kept, {&du, smem + STAGING + me.group * STAGING_BYTES}, du_sums, inner, chunks};
-    consume(join, p, {dx, width, ceil_div(width, 128)}, first, last, smem, bar, me);
+    const Inner p{kept, &du, du_sums, inner, chunks};
+    consume(join, p, first, last, smem, bar, me);
   }
   sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();

@@ -11,7 +11,7 @@
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of h: [K block][64][64]
-constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES, VECTORS = STAGING + 2 * Outlet<2>::BYTES;
+constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES, VECTORS = STAGING + 2 * panels_bytes(2);
 constexpr int BIAS = VECTORS + 3 * VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where h was");
@@ -85,14 +85,14 @@ RL_D void multiply_down(float (&z)[HALVES][64], const u32 (&a)[8][4], Ring& ring
 
 struct Inner {  // where gelu'(u) and gelu(u) go
   uint4* kept;
+  const TensorMap* a;
   int chunks;
-  Outlet<2> a;
 };
 
 RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int first, int last, u32 smem, Barriers bar,
                   const Place& me) {
   Ring ring(smem + RING, bar);
-  const u32 rows = smem + me.group * ROWS_BYTES;
+  const u32 rows = smem + me.group * ROWS_BYTES, panels = smem + STAGING + me.group * panels_bytes(2);
   if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
@@ -111,23 +111,17 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int fi
       wgmma_wait<0>();
       wgmma_touch(u);
       release(ring, 1, me);
-      u32 slope[8][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int step = 4 * half; step < 4 * half + 4; ++step)
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            float* x = u + 8 * step + 2 * k;
-            slope[step][k] = activate<GELU_TANH, true>(x[0], x[1]);
-            a[step][k] = pack_pair(x[0], x[1]);
-          }
-        p.a.send(2 * half, a, 128 * chunk, row, me);
-      }
 #pragma unroll
       for (int step = 0; step < 8; ++step) {
-        const u32(&s)[4] = slope[step];
-        p.kept[kept_index(row / 64, p.chunks, chunk, step, me.thread())] = {s[0], s[1], s[2], s[3]};
+        float* x = u + 8 * step;
+        u32 slope[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          slope[k] = activate<GELU_TANH, true>(x[2 * k], x[2 * k + 1]);
+          a[step][k] = pack_pair(x[2 * k], x[2 * k + 1]);
+        }
+        p.kept[kept_index(row / 64, p.chunks, chunk, step, me.thread())] = {slope[0], slope[1], slope[2], slope[3]};
+        send_step(p.a, panels, step, a[step], 128 * chunk, row + 16 * me.warp, me);
       }
     }
     Residual ahead;
@@ -183,6 +177,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample), 0};
-    consume(join, vectors + 2 * VECTOR_BYTES, {kept, chunks, {&a, smem + STAGING + me.group * Outlet<2>::BYTES}}, first, last, smem, bar, me);
+    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, first, last, smem, bar, me);
   }
 }

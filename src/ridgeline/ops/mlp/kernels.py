@@ -4,9 +4,8 @@ Launched early (ops/early.py), they fetch weights while the kernel before still 
 them.
 
 Where they pay: µs of a whole block, forward and backward in a graph on an H200, 8,192 rows of width 256, F 1,024,
-LayerNorm, biases: 168 with all four; 181 with the MLP as products with GELU in their epilogues and joins of their own,
-182 with the projection's join of its own too, 195 with the QKV gradient's as well. (151 since, all four, by the sum of
-the kernels' times.) At 131,072 rows a block takes 2,240 to 2,290 with them, 2,000 to 2,040 without.
+LayerNorm, biases: 146 with all four; 155 with the MLP as products with GELU in their epilogues and joins of their own,
+176 with the projections apart too. At 131,072 rows a block takes 2,200 to 2,240 with them, 2,020 without.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CHUNK, SLOT, PANELS, STATISTICS = 128, 128 * 128, 8192, 2048  # the latter three
 Part = Literal["mlp_forward", "mlp_backward", "project_forward", "project_backward"]
 _PARTS: dict[Part, tuple[str, str]] = {  # file, and kinds of parameters
     "mlp_forward": ("forward.cu", "MMMMPPPPPPPPPPPiifIIfii"),
-    "mlp_backward": ("backward.cu", "MMMMMPPPPPPPPPPPqiPiiIIfii"),
+    "mlp_backward": ("backward.cu", "MMMMPPPPPPPPPPqPiiIIfii"),
     "project_forward": ("project.cu", "MMPPPPPPPPfPiiIIfii"),
     "project_backward": ("project.cu", "MMPPPPPPPPqPiiIIfii"),
 }
@@ -105,17 +104,6 @@ class JoinGradient(NamedTuple):
     bias: bool
     branch_bias: bool
     masks: Masks | None
-
-
-class Projection(NamedTuple):
-    """The product whose result a join took, and where the gradient of its input goes.
-
-    Attributes:
-        weight_CM: of y = x Wᵀ. `dx_NM`: written; M a multiple of 8.
-    """
-
-    weight_CM: Tensor
-    dx_NM: Tensor
 
 
 def source(part: Part) -> str:
@@ -307,8 +295,7 @@ def mlp_forward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), _panel_map(a_NF),
-        up_bias_F, join.branch_bias_C,
+        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), _panel_map(a_NF), up_bias_F, join.branch_bias_C,
         kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
@@ -318,16 +305,15 @@ def mlp_forward_raw(
 
 def mlp_backward_raw(
     dz_NC: Tensor, up_FC: Tensor, down_CF: Tensor, kept: Tensor, du_NF: Tensor, du_sums_PF: Tensor | None,
-    join: JoinGradient, *, projection: Projection | None = None, config: Config | None = None,
+    join: JoinGradient, *, config: Config | None = None,
 ) -> None:  # fmt: skip
-    """From the gradient of z to du, through the join before the MLP, and where wanted the product before that.
+    """From the gradient of z to du, and through the join before the MLP.
 
     Args:
         dz_NC: gradient of the branch's output. `kept`: the forward pass's.
         du_NF: written: the gradient of u.
         du_sums_PF: fp32, `inner_partial_rows` rows, written: partial column sums of du; None where no bias wants them.
         join: the join whose h the MLP read.
-        projection: the product that made the join's branch, or None.
         config: as in the forward pass.
     """
     N, C = dz_NC.shape
@@ -338,13 +324,11 @@ def mlp_backward_raw(
         **tile_macros(C, dz_NC.dtype, config),
         **gradient_macros(join),
         "UP_BIAS": int(du_sums_PF is not None),
-        "PROJECT": int(projection is not None),
     }
     state, mask = _mask_arguments(join.masks)
-    out_CM, dx_NM = projection or (up_FC, None)  # without one, a map that is not read
     arguments = (
-        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _rows_map(out_CM), _panel_map(du_NF), kept, du_sums_PF,
-        *_gradient_arguments(join)[:-1], dx_NM, join.partials_PW.stride(0), out_CM.shape[1], state, N, F, *mask,
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(du_NF), kept, du_sums_PF,
+        *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
     _launch("mlp_backward", macros, N, config, size, arguments)
