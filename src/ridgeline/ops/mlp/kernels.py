@@ -42,18 +42,16 @@ class Config(NamedTuple):
     """How a kernel divides its work.
 
     Attributes:
-        split: 2 lets a pair of blocks divide the inner dimension of one tile of 128 rows.
+        abreast: 2 lets both warpgroups of a block finish half of the columns of 64 rows each. Projections know 1 too:
+            each has 64 of a tile's 128 rows, and one's join runs under the other one's products.
         stages: ring slots; 0 takes as many as fit, up to 12.
-        abreast: of a projection: 2 lets both warpgroups of a block share a tile of 64 rows, half of the columns each;
-            with 1 each has 64 of a tile's 128 rows, and one's join runs under the other one's products.
     """
 
-    split: int = 1
+    abreast: int = 2
     stages: int = 0
-    abreast: int = 1
 
 
-WHOLE, ABREAST = Config(), Config(abreast=2)
+ABREAST, WHOLE = Config(), Config(abreast=1)
 
 
 class Join(NamedTuple):
@@ -111,7 +109,7 @@ def source(part: Part) -> str:
     return _PARTS[part][0]
 
 
-def tiles(N: int, config: Config = WHOLE) -> int:
+def tiles(N: int, config: Config = ABREAST) -> int:
     """Tiles of N rows."""
     return -(-N // (128 // config.abreast))
 
@@ -123,7 +121,7 @@ def chunks(F: int) -> int:
 
 def kept_shape(N: int, F: int) -> tuple[int, int]:
     """Shape of the tensor that keeps GELU's derivative: padded, and in the kernels' own order (layout.cuh)."""
-    return tiles(N) * 128, chunks(F) * CHUNK
+    return tiles(N) * 64, chunks(F) * CHUNK
 
 
 def hidden(h_NC: Tensor, F: int) -> tuple[Tensor, Tensor]:
@@ -155,22 +153,22 @@ def unkeep(kept: Tensor, N: int, F: int) -> Tensor:
 
 def partial_rows(N: int, config: Config) -> int:
     """Rows of the join's partial sums."""
-    return tiles(N, config) * 2 * config.split // config.abreast
+    return tiles(N, config) * 2 // config.abreast
 
 
 def inner_partial_rows(N: int) -> int:
     """Rows of the partial sums of du."""
-    return tiles(N) * 2
+    return tiles(N)
 
 
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
     """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
-    rows, vectors = 2 * width * 128, 3 * width * 2
+    rows, vectors = width * 128, 3 * width * 2
     parts = 2 // config.abreast
     branch_sums, statistics = parts * sums * 4 * width * 4, (2 - parts) * 2 * STATISTICS
     size = {
-        "mlp_forward": rows + 2 * PANELS + vectors + chunks(F) * 256,
-        "mlp_backward": rows + 4 * PANELS + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
+        "mlp_forward": rows + 2 * PANELS + statistics + vectors + chunks(F) * 256,
+        "mlp_backward": rows + 2 * PANELS + statistics + (2 * CHUNK * 4 if up_bias else 0) + width * 2,
         "project_forward": statistics + vectors,
         "project_backward": statistics + branch_sums + vectors,
     }[part]
@@ -186,17 +184,10 @@ def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up
     return config._replace(stages=fitting[-1])
 
 
-def choose(part: Part, N: int, inner: int) -> Config:
-    """The configuration for N rows and F (or K) inner columns on the current device.
-
-    Pairs of blocks divide the inner dimension while there are too few tiles to fill the card; measured on an H200 at
-    8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78. So do the
-    halves of a projection's block divide its rows' columns.
-    """
-    few = 2 * tiles(N) <= processors(torch.device("cuda"))
-    if part.startswith("project"):
-        return ABREAST if few else WHOLE
-    return Config(split=2 if few and chunks(inner) > 1 else 1)
+def choose(part: Part, N: int) -> Config:
+    """The configuration for N rows on the current device."""
+    few = tiles(N) <= processors(torch.device("cuda"))
+    return WHOLE if part.startswith("project") and not few else ABREAST
 
 
 def join_macros(join: Join) -> dict[str, int]:
@@ -225,19 +216,14 @@ def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int
     """The macros of tile.cuh."""
     return {
         "WIDTH": width,
-        "SPLIT": config.split,
-        "STAGES": config.stages,
         "ABREAST": config.abreast,
+        "STAGES": config.stages,
         "RL_FP16": int(dtype == torch.float16),
     }
 
 
 def _rows_map(x_NK: Tensor, rows: int = 64) -> bytes:
     return cuda.tensor_map(x_NK, (rows, 64))
-
-
-def _panel_map(x_NF: Tensor) -> bytes:
-    return cuda.tensor_map(x_NF, (16, 32), swizzle=64)
 
 
 def _owned_map(weight_CK: Tensor) -> bytes:
@@ -267,8 +253,8 @@ def _launch(
     patient: bool = True,
 ) -> None:
     kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=patient)
-    programs = min(tiles(N, config), processors(torch.device("cuda")) // config.split)
-    kernel.launch((programs * config.split,), THREADS, size, arguments)
+    programs = min(tiles(N, config), processors(torch.device("cuda")))
+    kernel.launch((programs,), THREADS, size, arguments)
 
 
 def mlp_forward_raw(
@@ -286,7 +272,7 @@ def mlp_forward_raw(
     """
     N, C = h_NC.shape
     F = up_FC.shape[0]
-    config = fitted("mlp_forward", C, config or choose("mlp_forward", N, F), F)
+    config = fitted("mlp_forward", C, config or choose("mlp_forward", N), F)
     macros = {
         **tile_macros(C, h_NC.dtype, config),
         **join_macros(join),
@@ -295,7 +281,7 @@ def mlp_forward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), _panel_map(a_NF), up_bias_F, join.branch_bias_C,
+        _rows_map(h_NC), _rows_map(up_FC), _owned_map(down_CF), _rows_map(a_NF, 16), up_bias_F, join.branch_bias_C,
         kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
@@ -319,7 +305,7 @@ def mlp_backward_raw(
     N, C = dz_NC.shape
     F = up_FC.shape[0]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("mlp_backward", C, config or choose("mlp_backward", N, F), F, sums, du_sums_PF is not None)
+    config = fitted("mlp_backward", C, config or choose("mlp_backward", N), F, sums, du_sums_PF is not None)
     macros = {
         **tile_macros(C, dz_NC.dtype, config),
         **gradient_macros(join),
@@ -327,7 +313,7 @@ def mlp_backward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(du_NF), kept, du_sums_PF,
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _rows_map(du_NF, 16), kept, du_sums_PF,
         *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
@@ -350,7 +336,7 @@ def project_forward_raw(
     """
     N, K = x_NK.shape
     C = weight_CK.shape[0]
-    config = fitted("project_forward", C, config or choose("project_forward", N, K))
+    config = fitted("project_forward", C, config or choose("project_forward", N))
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
@@ -367,7 +353,7 @@ def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *
     N, K = dy_NK.shape
     C = weight_KC.shape[1]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("project_backward", C, config or choose("project_backward", N, K), sums=sums)
+    config = fitted("project_backward", C, config or choose("project_backward", N), sums=sums)
     macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
     state, mask = _mask_arguments(join.masks)
     arguments = (

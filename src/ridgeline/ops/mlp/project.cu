@@ -4,7 +4,7 @@
 // Few rows fill the card if a block has 64, and each warpgroup half of their columns (ABREAST 2). With many (ABREAST 1) each
 // warpgroup has 64 rows of its own, and its join runs under the other one's products.
 //
-// Macros: tile.cuh's (SPLIT 1), join.cuh's, BACKWARD.
+// Macros: tile.cuh's, join.cuh's, BACKWARD.
 #define APART (ABREAST == 1)
 #include "join.cuh"
 
@@ -90,7 +90,7 @@ RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar
     const int row = tiles.tile * TILE_ROWS + (APART ? 64 * me.group : 0) + first_row(me);
     float acc[1][HELD / 2], v[OWN_ROWS][LANE];
     ahead.load(join, row, me);
-    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);
+    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias + 2 * me.column(), true, me);
     multiply(acc, blocks, ring, me);
     take_rows(v, acc);
     finish(v, ahead, row, tiles);
