@@ -112,7 +112,8 @@ def source(part: kernels.Part) -> str:
     state = f"(const i64*)p[{len(kinds)}]"
     return f"""#include "{file}"
 using namespace rl;
-extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, float scale, int grid, int seed, int late) {{
+extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, float scale, int grid, int seed,
+                           int late) {{
   auto kernel = [=] {{
     {part}({", ".join(first)}, {extra}{state}, n[0], n[1], {eps}n[2], n[3], scale, n[4], n[5]);
   }};
