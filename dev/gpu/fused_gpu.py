@@ -53,20 +53,27 @@ JOINS = frozenset(("out", "qkv", "down", "up"))
 LARGE = {
     "late": (False, {}),
     "early": (True, {}),
-    "mlp rows": (True, dict(rows=ALL)),
-    "mlp rows late": (False, dict(rows=ALL)),
-    **{f"but {name}": (False, dict(rows=JOINS - {name})) for name in sorted(JOINS)},
+    "joins": (False, dict(rows=JOINS)),
+    "mlp rows": (False, dict(rows=ALL)),
+    "mlp rows early": (True, dict(rows=ALL)),
+    "mlp rows not grouped": (False, dict(rows=ALL, grouped=False)),
+    "mlp alone": (False, dict(rows=frozenset(("mlp",)))),
     "apart": (False, dict(rows=frozenset())),
-    "not grouped": (False, dict(grouped=False)),
-    "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch")),
+}
+MIDDLE = {
+    "early": (True, {}),
+    "joins": (True, dict(rows=JOINS)),
+    "mlp rows": (True, dict(rows=ALL)),
+    "mlp rows grouped": (True, dict(rows=ALL, grouped=True)),
+    "mlp rows grouped late": (False, dict(rows=ALL, grouped=True)),
 }
 
 
 def variants(name):
     config, B, T = WORKLOADS[name]
-    if config.width != 256 or config.dropout:
-        return {key: LARGE[key] for key in ("early", "late", "cuBLAS")}
-    return SMALL if B * T <= 32768 else LARGE
+    if config.width != 256:
+        return {"early": (True, {}), "late": (False, {}), "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch"))}
+    return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
 
 @contextlib.contextmanager

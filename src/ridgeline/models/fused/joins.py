@@ -172,12 +172,12 @@ def join_backward(
 
 
 def rows_slopes(
-    run: Pass, part: rows.Part, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients
+    run: Pass, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients
 ) -> tuple[rows.JoinGradient, Slopes]:
     """The join's gradient as a product's kernel takes it, and where its results will be."""
     (N, C), norm = joined.r_NC.shape, join.norm
     small, out = _summed(join, grads), _slopes(run, torch.empty_like(joined.r_NC))
-    partials_PW = joined.r_NC.new_empty(rows.partial_rows(N, rows.choose(part, N)), len(small) * C, dtype=torch.float32)
+    partials_PW = joined.r_NC.new_empty(rows.partial_rows(N, rows.choose(N)), len(small) * C, dtype=torch.float32)
     gradient = rows.JoinGradient(
         run.config.norm, norm.weight_C, joined.r_NC, joined.mean_N, joined.rstd_N, dresidual_NC, out.dr_NC,
         out.dbranch_NC if run.shape.p > 0 else None, partials_PW, norm.bias_C is not None,
@@ -198,8 +198,7 @@ def project_backward(
     """Through dh = dy W and the join that made h: the input gradient of product `name`, "qkv" or "up"."""
     if name not in run.choices.rows:
         return join_backward(run, dy_NK @ weight_KC, dresidual_NC, joined, join, grads)
-    part: rows.Part = "project_backward"
-    gradient, out = rows_slopes(run, part, dresidual_NC, joined, join, grads)
+    gradient, out = rows_slopes(run, dresidual_NC, joined, join, grads)
     rows.project_backward_raw(dy_NK, weight_KC, gradient)
     rows_sums(gradient, join, grads)
     return out

@@ -88,7 +88,7 @@ def _rows_backward(
     du_NF, partials_PF = torch.empty_like(hidden.a_NF), None
     if sums:
         partials_PF = dz_NC.new_empty(rows.inner_partial_rows(N), F, dtype=torch.float32)
-    gradient, before = rows_slopes(run, "mlp_backward", behind.dr_NC, middle, join, grads)
+    gradient, before = rows_slopes(run, behind.dr_NC, middle, join, grads)
     rows.mlp_backward_raw(dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, du_NF, partials_PF, gradient)
     rows_sums(gradient, join, grads)
     return du_NF, partials_PF, before

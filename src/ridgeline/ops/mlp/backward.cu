@@ -1,43 +1,48 @@
 // Gradient of the MLP half of a block for sm_90a: da = dz Wdown, du = da · gelu'(u), dh = du Wup, then the gradient of the
 // join before it (join.cuh). gelu'(u) is what the forward pass kept; du is stored for Wup's gradient.
 //
-// Macros: tile.cuh's (ABREAST 2), join.cuh's (of the join before the MLP), UP_BIAS (sums of du are wanted).
-#define DIVIDED 1
+// Macros: tile.cuh's, join.cuh's (of the join before the MLP), UP_BIAS (sums of du are wanted).
+#define MLP 1
 #include "join.cuh"
+#include "machine.cuh"
 #include "panels.cuh"
 
 #include "../linear/gelu.cuh"
 
 using namespace rl;
 
-constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // 64 rows of dz: [K block][64][64]
-constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 64 * 4 : 0;             // a warpgroup's: [pair of warps][column]
-constexpr int RING = ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;  // du's panels, then the join's sums
-constexpr int DU_SUMS = STAGING + 2 * PANELS_BYTES, STATISTICS = DU_SUMS + 2 * DU_SUMS_BYTES;
-constexpr int VECTOR = STATISTICS + 2 * STATISTICS_BYTES, BARRIERS = VECTOR + VECTOR_BYTES;
+constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 64 * 4 : 0;  // a warpgroup's: [pair of warps][column]
+// Where du is staged the join's sums are taken, both warpgroups' in one place unless they are apart.
+constexpr int STAGING_BYTES = APART && SUMS_BYTES > PANELS_BYTES ? SUMS_BYTES : PANELS_BYTES;
+constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, STATISTICS = DU_SUMS + 2 * DU_SUMS_BYTES;
+constexpr int VECTOR = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES), BARRIERS = VECTOR + VECTOR_BYTES;
 constexpr int DOWN_SLOTS = K_BLOCKS / 2;  // for 64 inner columns; Wup's are HALVES
-static_assert(2 * PANELS_BYTES >= SUMS_BYTES, "the join's sums are taken where du was staged");
+static_assert((APART ? 1 : 2) * STAGING_BYTES >= SUMS_BYTES, "the join's sums do not fit where du was staged");
 
 RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, const JoinBackward& join, const uint4* kept,
-                  int chunks, u32 smem, Barriers bar) {
-  Ring ring(smem + RING, bar);
-  const auto fetch = [&](int chunk) {  // what a turn of each warpgroup reads
-    for (int group = 0; group < 2; ++group) {
-      const int inner = 128 * chunk + 64 * group;
-      for (int half = 0; half < (chunk > 0 ? HALVES : 0); ++half) fetch_boxes(ring, up, 128 * half, inner - 128, 64, 0);
-      for (int k = 0; k < (chunk < chunks ? DOWN_SLOTS : 0); ++k) fetch_boxes(ring, down, inner, 128 * k, 0, 64);
+                  int chunks, const Machine& machine) {
+  const Barriers bar = machine.bar;
+  Ring ring(machine.ring, bar);
+  const int turns = 2 * chunks / WORKERS;
+  const auto fetch = [&](int turn) {  // what a turn of each warpgroup reads
+    for (int part = 0; part < WORKERS; ++part) {
+      const int inner = 64 * (WORKERS * turn + part);
+      for (int half = 0; half < (turn > 0 ? HALVES : 0); ++half) fetch_boxes(ring, up, 128 * half, inner - 64 * WORKERS, 64, 0);
+      for (int k = 0; k < (turn < turns ? DOWN_SLOTS : 0); ++k) fetch_boxes(ring, down, inner, 128 * k, 0, 64);
     }
   };
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
+    const int row = tiles.tile * TILE_ROWS + machine.first_row;
     fetch(0);
-    prefetch_bytes(kept + kept_index(tiles.tile, chunks, 0, 0, 0), chunks * 64 * 128 * 2);  // the forward pass's, as r is
-    prefetch_rows(join.r, join.rows, tiles.tile);
+    // The forward pass's, as r is:
+    if (row < join.rows) prefetch_bytes(kept + kept_index(row / 64, chunks, 0, 0, 0), chunks * 64 * 128 * 2);
+    if (machine.first_row == 0) prefetch_rows(join.r, join.rows, tiles.tile);
     if (tiles.round == 0) begin_reading();
     barrier_wait(bar.rows_empty(), (tiles.round & 1) ^ 1);
     barrier_expect(bar.rows_full(), ROWS_BYTES);
-    for (int k = 0; k < K_BLOCKS; ++k) copy_2d(smem + k * 8192, dz, 64 * k, tiles.tile * TILE_ROWS, bar.rows_full());
-    if (RESIDUAL) prefetch_rows(join.dresidual, join.rows, tiles.tile);
-    for (int chunk = 1; chunk <= chunks; ++chunk) fetch(chunk);
+    for (int k = 0; k < K_BLOCKS; ++k) copy_2d(machine.rows + k * 8192, dz, 64 * k, row, bar.rows_full());
+    if (RESIDUAL && machine.first_row == 0) prefetch_rows(join.dresidual, join.rows, tiles.tile);
+    for (int turn = 1; turn <= turns; ++turn) fetch(turn);
   }
 }
 
@@ -48,11 +53,13 @@ struct Inner {  // the inner columns: where gelu'(u) comes from and du goes
   int inner, chunks;
 };
 
-// gelu'(u) of 64 columns, as the forward pass kept it.
-RL_D void load_kept(uint4 (&kept)[4], const Inner& p, int chunk, int tile, const Place& me) {
+// gelu'(u) of columns 64 part … of the 64 rows 64 tile …, as the forward pass kept it; zeros for rows it may not have had.
+RL_D void load_kept(uint4 (&kept)[4], const Inner& p, int part, int tile, bool inside, const Place& me) {
 #pragma unroll
-  for (int step = 0; step < 4; ++step)
-    kept[step] = load_stream(p.kept + kept_index(tile, p.chunks, chunk, 4 * me.group + step, me.thread()));
+  for (int step = 0; step < 4; ++step) {
+    const uint4* source = p.kept + kept_index(tile, p.chunks, part / 2, part % 2 * 4 + step, me.thread());
+    kept[step] = inside ? load_stream(source) : uint4{0, 0, 0, 0};
+  }
 }
 
 // du = da · gelu'(u), as A fragments. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
@@ -115,72 +122,70 @@ RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[4][4], Ring& ring
   }
 }
 
-RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, Barriers bar, const Place& me) {
-  Ring ring(smem + RING, bar);
-  const u32 panels = smem + STAGING + me.group * PANELS_BYTES;
-  if (me.group == 1) {
-    ring.skip(DOWN_SLOTS);
-    end_turn(me);  // the first turn is warpgroup 0's
-  }
+RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Machine& machine, const Place& me) {
+  Ring ring(machine.ring, machine.bar);
+  const int turns = 2 * p.chunks / WORKERS;
+  const u32 staging = smem + STAGING + me.group * STAGING_BYTES;
+  begin_turns(ring, DOWN_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    const int row = tiles.tile * TILE_ROWS;
+    const int row = tiles.tile * TILE_ROWS + machine.first_row;
+    const bool inside = row < join.rows;
     float dh[HALVES][64], da[32], sums[2];
     u32 du[4][4];
     uint4 kept[4];
 #pragma unroll
     for (int i = 0; i < HALVES * 64; ++i) dh[i / 64][i % 64] = 0.f;
-    load_kept(kept, p, 0, tiles.tile, me);
-    barrier_wait(bar.rows_full(), tiles.round & 1);
-    begin_turn(me);
-    multiply_down(da, smem, ring);
-    end_turn(me);
+    load_kept(kept, p, first_part(me), row / 64, inside, me);
+    barrier_wait(machine.bar.rows_full(), tiles.round & 1);
+    take_turn(me);
+    multiply_down(da, machine.rows, ring);
+    pass_turn(me);
     wgmma_wait<0>();
     wgmma_touch(da);
     release_all<DOWN_SLOTS>(ring, 0, me);
-    ring.skip(me.group * HALVES + (me.group < p.chunks ? DOWN_SLOTS : 0));  // the other one's turn
+    skip_turn(ring, me.group * HALVES + (me.group < turns ? DOWN_SLOTS : 0));
 #pragma unroll 1
-    for (int chunk = 0;; ++chunk) {
+    for (int turn = 0;; ++turn) {
+      const int part = WORKERS * turn + first_part(me);
       differentiate(du, sums, da, kept, me);
-      const int column = 128 * chunk + 64 * me.group;
-      send(p.du, panels, du, column, row, me);
+      send(p.du, staging, du, 64 * part, row, me);
       if (UP_BIAS)
-        write_sums(sums, p.sums + static_cast<i64>(tiles.tile) * p.inner + column, p.inner - column,
+        write_sums(sums, p.sums + static_cast<i64>(row / 64) * p.inner + 64 * part, inside ? p.inner - 64 * part : 0,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
-      if (chunk + 1 == p.chunks) break;
-      load_kept(kept, p, chunk + 1, tiles.tile, me);
-      begin_turn(me);
+      if (turn + 1 == turns) break;
+      load_kept(kept, p, part + WORKERS, row / 64, inside, me);
+      take_turn(me);
       multiply_up(dh, du, ring);
-      multiply_down(da, smem, ring);
-      end_turn(me);
+      multiply_down(da, machine.rows, ring);
+      pass_turn(me);
       wgmma_wait<DOWN_SLOTS>();
       release_all<HALVES>(ring, DOWN_SLOTS, me);
       wgmma_wait<0>();
       wgmma_touch(da);
       release_all<DOWN_SLOTS>(ring, 0, me);
-      ring.skip(HALVES + (chunk + 1 + me.group < p.chunks ? DOWN_SLOTS : 0));
+      skip_turn(ring, HALVES + (turn + 1 + me.group < turns ? DOWN_SLOTS : 0));
     }
-    if (me.group == 1) named_arrive<256>(6);  // dz has been read
+    if (!APART && me.group == 1) named_arrive<256>(6);  // dz has been read
+    if (APART && me.lane == 0) barrier_arrive(machine.bar.rows_empty());
     Ahead ahead;
     ahead.load(join, row + first_row(me), me);
-    begin_turn(me);
+    take_turn(me);
     multiply_up(dh, du, ring);
-    end_turn(me);
+    pass_turn(me);
     if (me.lane == 0) store_wait_read<0>();  // the join's sums are taken where du was staged
     sync_warp();
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
     release_all<HALVES>(ring, 0, me);
-    ring.skip(me.group == 0 ? HALVES : DOWN_SLOTS);
+    skip_turn(ring, me.group == 0 ? HALVES : DOWN_SLOTS);
     float v[OWN_ROWS][LANE];
-    meet(v, dh, smem, me);
-    fence_async();
-    sync_warp();
-    if (me.lane == 0) barrier_arrive(bar.rows_empty());
+    finish_sums(v, dh, machine, me);
+    if (APART) named_barrier<128>(1 + me.group);  // all of its warps have staged nothing more
     own_columns(v, me);
-    join_backward(join, v, ahead, row + first_row(me), smem + STAGING,
-                  smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES, tiles.tile, me);
-    sync_consumers();
+    join_backward(join, v, ahead, row + first_row(me), APART ? staging : smem + STAGING,
+                  smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES, row / 64, me);
+    if (!APART) sync_consumers();
   }
   if (me.lane == 0) store_wait<0>();
 }
@@ -192,21 +197,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                  u16* dbranch, float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site, u32 threshold,
                  float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
-  const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&du);
-  begin(bar);
+  begin<MACHINES>({smem + BARRIERS});
   const int chunks = ceil_div(inner, 128);
   if (me.group < 0) {
     registers_down<40>();
     const JoinBackward join{r, dresidual, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, {}};
-    if (threadIdx.x == 0) produce(&dz, &up, &down, join, kept, chunks, smem, bar);
+    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < MACHINES)
+      produce(&dz, &up, &down, join, kept, chunks, Machine::of(threadIdx.x / 32, smem, smem + BARRIERS));
   } else {
     registers_up<232>();
     copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
     wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, {kept, &du, du_sums, inner, chunks}, smem, bar, me);
+    consume(join, {kept, &du, du_sums, inner, chunks}, smem, Machine::of(APART ? me.group : 0, smem, smem + BARRIERS), me);
   }
 }

@@ -2,27 +2,28 @@
 // u lives in registers only. gelu'(u) is kept (layout.cuh): the backward pass needs no more of it, and half precision holds
 // it better than bf16 holds u. a leaves for Wdown's gradient.
 //
-// Macros: tile.cuh's (ABREAST 2), join.cuh's, GELU_TANH, UP_BIAS, BRANCH_BIAS (Wdown's).
-#define DIVIDED 1
+// Macros: tile.cuh's, join.cuh's, GELU_TANH, UP_BIAS, BRANCH_BIAS (Wdown's).
+#define MLP 1
 #include "join.cuh"
+#include "machine.cuh"
 #include "panels.cuh"
 
 #include "../linear/gelu.cuh"
 
 using namespace rl;
 
-constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // 64 rows of h: [K block][64][64]
-constexpr int RING = ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES, STATISTICS = STAGING + 2 * PANELS_BYTES;
-constexpr int VECTORS = STATISTICS + 2 * STATISTICS_BYTES, BIAS = VECTORS + 3 * VECTOR_BYTES;
+constexpr int STATISTICS = STAGING + 2 * PANELS_BYTES, VECTORS = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES);
+constexpr int BIAS = VECTORS + 3 * VECTOR_BYTES;
 constexpr int UP_SLOTS = K_BLOCKS / 2;  // of 64 inner columns; Wdown's are HALVES
 
 RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down, const u16* residual, int rows, int chunks,
-                  u32 smem, Barriers bar) {
-  Ring ring(smem + RING, bar);
+                  const Machine& machine) {
+  const Barriers bar = machine.bar;
+  Ring ring(machine.ring, bar);
   const auto fetch = [&](int chunk) {  // what a turn of each warpgroup reads
-    for (int group = 0; group < 2; ++group) {
-      const int inner = 128 * chunk + 64 * group;
-      for (int half = 0; half < (chunk > 0 ? HALVES : 0); ++half) fetch_owned_rows(ring, down, inner - 128, 128 * half);
+    for (int part = 0; part < WORKERS; ++part) {
+      const int inner = 64 * (WORKERS * chunk + part);
+      for (int half = 0; half < (chunk > 0 ? HALVES : 0); ++half) fetch_owned_rows(ring, down, inner - 64 * WORKERS, 128 * half);
       for (int k = 0; k < (chunk < chunks ? UP_SLOTS : 0); ++k) fetch_boxes(ring, up, 128 * k, inner, 64, 0);
     }
   };
@@ -31,8 +32,9 @@ RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down
     if (tiles.round == 0) begin_reading();
     barrier_wait(bar.rows_empty(), (tiles.round & 1) ^ 1);
     barrier_expect(bar.rows_full(), ROWS_BYTES);
-    for (int k = 0; k < K_BLOCKS; ++k) copy_2d(smem + k * 8192, h, 64 * k, tiles.tile * TILE_ROWS, bar.rows_full());
-    if (RESIDUAL) prefetch_rows(residual, rows, tiles.tile);
+    const int row = tiles.tile * TILE_ROWS + machine.first_row;
+    for (int k = 0; k < K_BLOCKS; ++k) copy_2d(machine.rows + k * 8192, h, 64 * k, row, bar.rows_full());
+    if (RESIDUAL && machine.first_row == 0) prefetch_rows(residual, rows, tiles.tile);
     for (int chunk = 1; chunk <= chunks; ++chunk) fetch(chunk);
   }
 }
@@ -77,8 +79,8 @@ struct Inner {  // where gelu'(u) and gelu(u) go
   int chunks;
 };
 
-// a = gelu(u), packed, sent; gelu'(u) kept.
-RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int chunk, int tile, u32 panels, const Place& me) {
+// a = gelu(u), packed, sent; gelu'(u) kept: columns 64 part … of the 64 rows 64 tile ….
+RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int part, int tile, u32 panels, const Place& me) {
   u32 slope[4][4];
 #pragma unroll
   for (int step = 0; step < 4; ++step)
@@ -88,68 +90,65 @@ RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int chun
       slope[step][k] = activate<GELU_TANH, true>(x[0], x[1]);
       a[step][k] = pack_pair(x[0], x[1]);
     }
-  send(p.a, panels, a, 128 * chunk + 64 * me.group, TILE_ROWS * tile, me);
+  send(p.a, panels, a, 64 * part, 64 * tile, me);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     const u32(&s)[4] = slope[step];
-    p.kept[kept_index(tile, p.chunks, chunk, 4 * me.group + step, me.thread())] = {s[0], s[1], s[2], s[3]};
+    p.kept[kept_index(tile, p.chunks, part / 2, part % 2 * 4 + step, me.thread())] = {s[0], s[1], s[2], s[3]};
   }
 }
 
-RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, u32 smem, Barriers bar, const Place& me) {
-  Ring ring(smem + RING, bar);
-  const u32 panels = smem + STAGING + me.group * PANELS_BYTES, bias = smem + BIAS + 128 * me.group;
-  if (me.group == 1) {
-    ring.skip(UP_SLOTS);
-    end_turn(me);  // the first turn is warpgroup 0's
-  }
+RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int chunks, u32 smem, const Machine& machine,
+                  const Place& me) {
+  Ring ring(machine.ring, machine.bar);
+  const u32 panels = smem + STAGING + me.group * PANELS_BYTES;
+  begin_turns(ring, UP_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    const int row = tiles.tile * TILE_ROWS + first_row(me);
+    const int row = tiles.tile * TILE_ROWS + machine.first_row;
     float z[HALVES][64], u[32];
     u32 a[4][4];
-    begin_sums<BRANCH_BIAS>(z, down_bias, me.group == 0, me);
-    load_bias(u, bias, me);
-    barrier_wait(bar.rows_full(), tiles.round & 1);
-    begin_turn(me);
-    multiply_up(u, smem, ring);
-    end_turn(me);
+    begin_sums<BRANCH_BIAS>(z, down_bias, APART || me.group == 0, me);
+    load_bias(u, smem + BIAS + 128 * first_part(me), me);
+    barrier_wait(machine.bar.rows_full(), tiles.round & 1);
+    take_turn(me);
+    multiply_up(u, machine.rows, ring);
+    pass_turn(me);
     wgmma_wait<0>();
     wgmma_touch(u);
     release_all<UP_SLOTS>(ring, 0, me);
-    ring.skip(me.group * HALVES + (me.group < p.chunks ? UP_SLOTS : 0));  // the other one's turn
+    skip_turn(ring, me.group * HALVES + (me.group < chunks ? UP_SLOTS : 0));
 #pragma unroll 1
     for (int chunk = 0;; ++chunk) {
-      activate_rows(a, u, p, chunk, tiles.tile, panels, me);
-      if (chunk + 1 == p.chunks) break;
-      load_bias(u, bias + 256 * (chunk + 1), me);
-      begin_turn(me);
+      const int part = WORKERS * chunk + first_part(me);
+      activate_rows(a, u, p, part, row / 64, panels, me);
+      if (chunk + 1 == chunks) break;
+      load_bias(u, smem + BIAS + 128 * (part + WORKERS), me);
+      take_turn(me);
       multiply_down(z, a, ring);
-      multiply_up(u, smem, ring);
-      end_turn(me);
+      multiply_up(u, machine.rows, ring);
+      pass_turn(me);
       wgmma_wait<UP_SLOTS>();
       release_all<HALVES>(ring, UP_SLOTS, me);
       wgmma_wait<0>();
       wgmma_touch(u);
       release_all<UP_SLOTS>(ring, 0, me);
-      ring.skip(HALVES + (chunk + 1 + me.group < p.chunks ? UP_SLOTS : 0));
+      skip_turn(ring, HALVES + (chunk + 1 + me.group < chunks ? UP_SLOTS : 0));
     }
-    if (me.group == 1) named_arrive<256>(6);  // h has been read
+    if (!APART && me.group == 1) named_arrive<256>(6);  // h has been read
+    if (APART && me.lane == 0) barrier_arrive(machine.bar.rows_empty());
     Residual ahead;
-    ahead.load(join, row, me);
-    begin_turn(me);
+    ahead.load(join, row + first_row(me), me);
+    take_turn(me);
     multiply_down(z, a, ring);
-    end_turn(me);
+    pass_turn(me);
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(z[half]);
     release_all<HALVES>(ring, 0, me);
-    ring.skip(me.group == 0 ? HALVES : UP_SLOTS);
+    skip_turn(ring, me.group == 0 ? HALVES : UP_SLOTS);
     float v[OWN_ROWS][LANE];
-    meet(v, z, smem, me);
-    fence_async();
-    sync_warp();
-    if (me.lane == 0) barrier_arrive(bar.rows_empty());
-    join_forward(join, v, ahead, row, me);
+    finish_sums(v, z, machine, me);
+    join_forward(join, v, ahead, row + first_row(me), me);
   }
   if (me.lane == 0) store_wait<0>();
 }
@@ -162,13 +161,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const int chunks = ceil_div(inner, 128);
-  const Barriers bar{smem + BIAS + chunks * 256};
+  const u32 barriers = smem + BIAS + chunks * 256;
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&h), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a);
-  begin(bar);
+  begin<MACHINES>({barriers});
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&h, &up, &down, residual, rows, chunks, smem, bar);
+    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < MACHINES)
+      produce(&h, &up, &down, residual, rows, 2 * chunks / WORKERS, Machine::of(threadIdx.x / 32, smem, barriers));
   } else {
     registers_up<232>();
     const int thread = threadIdx.x - 128;
@@ -181,6 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample), smem + STATISTICS};
-    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, smem, bar, me);
+    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, 2 * chunks / WORKERS, smem,
+            Machine::of(APART ? me.group : 0, smem, barriers), me);
   }
 }

@@ -42,8 +42,8 @@ class Config(NamedTuple):
     """How a kernel divides its work.
 
     Attributes:
-        abreast: 2 lets both warpgroups of a block finish half of the columns of 64 rows each. Projections know 1 too:
-            each has 64 of a tile's 128 rows, and one's join runs under the other one's products.
+        abreast: 2 lets both warpgroups of a block finish half of the columns of 64 rows each. With 1 each has 64 of a
+            tile's 128 rows, and one's join runs under the other one's products.
         stages: ring slots; 0 takes as many as fit, up to 12.
     """
 
@@ -121,7 +121,7 @@ def chunks(F: int) -> int:
 
 def kept_shape(N: int, F: int) -> tuple[int, int]:
     """Shape of the tensor that keeps GELU's derivative: padded, and in the kernels' own order (layout.cuh)."""
-    return tiles(N) * 64, chunks(F) * CHUNK
+    return tiles(N, WHOLE) * 128, chunks(F) * CHUNK
 
 
 def hidden(h_NC: Tensor, F: int) -> tuple[Tensor, Tensor]:
@@ -163,17 +163,18 @@ def inner_partial_rows(N: int) -> int:
 
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
     """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
-    rows, vectors = width * 128, 3 * width * 2
-    parts = 2 // config.abreast
-    branch_sums, statistics = parts * sums * 4 * width * 4, (2 - parts) * 2 * STATISTICS
+    apart = config.abreast == 1
+    rows, vectors = (1 + apart) * width * 128, 3 * width * 2
+    branch_sums, statistics = sums * 4 * width * 4, 0 if apart else 2 * STATISTICS
+    staging = 2 * (max(PANELS, branch_sums) if apart else PANELS)
     size = {
         "mlp_forward": rows + 2 * PANELS + statistics + vectors + chunks(F) * 256,
-        "mlp_backward": rows + 2 * PANELS + statistics + (2 * CHUNK * 4 if up_bias else 0) + width * 2,
+        "mlp_backward": rows + staging + statistics + (2 * CHUNK * 4 if up_bias else 0) + width * 2,
         "project_forward": statistics + vectors,
-        "project_backward": statistics + branch_sums + vectors,
+        "project_backward": statistics + (1 + apart) * branch_sums + vectors,
     }[part]
-    slot = (64 + width) * 128 if part.startswith("project") else SLOT
-    return size + stages * slot + 512
+    project = part.startswith("project")
+    return size + stages * ((64 + width) * 128 if project else (1 + apart) * SLOT) + 512
 
 
 def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up_bias: bool = True) -> Config:
@@ -184,10 +185,10 @@ def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up
     return config._replace(stages=fitting[-1])
 
 
-def choose(part: Part, N: int) -> Config:
+def choose(N: int) -> Config:
     """The configuration for N rows on the current device."""
     few = tiles(N) <= processors(torch.device("cuda"))
-    return WHOLE if part.startswith("project") and not few else ABREAST
+    return ABREAST if few else WHOLE
 
 
 def join_macros(join: Join) -> dict[str, int]:
@@ -272,7 +273,7 @@ def mlp_forward_raw(
     """
     N, C = h_NC.shape
     F = up_FC.shape[0]
-    config = fitted("mlp_forward", C, config or choose("mlp_forward", N), F)
+    config = fitted("mlp_forward", C, config or choose(N), F)
     macros = {
         **tile_macros(C, h_NC.dtype, config),
         **join_macros(join),
@@ -305,7 +306,7 @@ def mlp_backward_raw(
     N, C = dz_NC.shape
     F = up_FC.shape[0]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("mlp_backward", C, config or choose("mlp_backward", N), F, sums, du_sums_PF is not None)
+    config = fitted("mlp_backward", C, config or choose(N), F, sums, du_sums_PF is not None)
     macros = {
         **tile_macros(C, dz_NC.dtype, config),
         **gradient_macros(join),
@@ -336,7 +337,7 @@ def project_forward_raw(
     """
     N, K = x_NK.shape
     C = weight_CK.shape[0]
-    config = fitted("project_forward", C, config or choose("project_forward", N))
+    config = fitted("project_forward", C, config or choose(N))
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
@@ -353,7 +354,7 @@ def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *
     N, K = dy_NK.shape
     C = weight_KC.shape[1]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("project_backward", C, config or choose("project_backward", N), sums=sums)
+    config = fitted("project_backward", C, config or choose(N), sums=sums)
     macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
     state, mask = _mask_arguments(join.masks)
     arguments = (

@@ -5,7 +5,6 @@
 // warpgroup has 64 rows of its own, and its join runs under the other one's products.
 //
 // Macros: tile.cuh's, join.cuh's, BACKWARD.
-#define APART (ABREAST == 1)
 #include "join.cuh"
 
 using namespace rl;
@@ -113,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&x), prefetch_map(&w);
-  begin(bar);
+  begin<1>(bar);
   if (me.group < 0) {
     registers_down<40>();
 #if BACKWARD

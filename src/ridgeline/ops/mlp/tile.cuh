@@ -1,8 +1,8 @@
 // What the kernels of this folder share: one producer warp streams the weights through a ring of shared memory, two consumer
 // warpgroups hold whole rows of the result in registers.
 //
-// Who has what: a block has 64 rows, and each warpgroup finishes half of their columns (ABREAST 2); the inner columns of the
-// MLP are DIVIDED between them. Or (APART, ABREAST 1) a block has 128 rows, each warpgroup 64 with a pass of its own over the
+// Who has what: with few rows (ABREAST 2) a block has 64, each warpgroup finishes half of their columns, and the MLP's inner
+// columns are divided between them. With many (ABREAST 1) a block has 128, each warpgroup 64 with a pass of its own over the
 // weights, so that one's products run while the other goes on with its finished rows.
 //
 // Macros: WIDTH (C: 128 or 256), STAGES (ring slots), ABREAST.
@@ -10,11 +10,8 @@
 #include "access.cuh"
 #include "layout.cuh"
 
-#ifndef APART
-#define APART 0
-#endif
-#ifndef DIVIDED
-#define DIVIDED 0
+#ifndef MLP
+#define MLP 0
 #endif
 
 namespace rl {
@@ -24,10 +21,11 @@ constexpr int HALVES = WIDTH / 128;                 // accumulators of 64 × 128
 constexpr int HELD = WIDTH / ABREAST;               // columns that a warpgroup holds
 constexpr int GROUPS = HELD / 32, LANE = HELD / 4;  // column groups; values of a row in a thread
 constexpr int OWN_ROWS = 2;                         // rows a thread finishes
-// A slot of the ring: 64 rows of A and, behind them, all of the weight by 64 of K. Divided, of the weights alone: 64 of K by 128
-// of the result's columns, or 64 rows by 128 of K.
-constexpr int SLOT_BYTES = DIVIDED ? 128 * 128 : (64 + WIDTH) * 128;
-constexpr int READERS = APART || DIVIDED ? 4 : 8;   // warps that read a slot
+constexpr bool APART = ABREAST == 1;
+// A slot of the ring: 64 rows of A and, behind them, all of the weight by 64 of K. The MLP's, of the weights alone: 64 of K by
+// 128 of the result's columns, or 64 rows by 128 of K.
+constexpr int SLOT_BYTES = MLP ? 128 * 128 : (64 + WIDTH) * 128;
+constexpr int READERS = APART || MLP ? 4 : 8;       // warps that read a slot
 
 struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
@@ -55,7 +53,7 @@ struct Barriers {
   u32 base;
   RL_D u32 full(int slot) const { return base + 8 * slot; }
   RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
-  RL_D u32 rows_full() const { return base + 8 * (2 * STAGES); }       // divided: the rows of A are there
+  RL_D u32 rows_full() const { return base + 8 * (2 * STAGES); }       // the MLP's rows of A are there
   RL_D u32 rows_empty() const { return base + 8 * (2 * STAGES + 1); }  // … may be written again
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
@@ -63,16 +61,19 @@ struct Barriers {
       barrier_init(empty(i), READERS);
     }
     barrier_init(rows_full(), 1);
-    barrier_init(rows_empty(), 8);
+    barrier_init(rows_empty(), APART ? 4 : 8);
     barrier_init_fence();
   }
 };
-constexpr int BARRIER_BYTES = 512;
+constexpr int BARRIER_BYTES = 256;
 static_assert(8 * (2 * STAGES + 2) <= BARRIER_BYTES, "barriers overflow");
 
-// The block's barriers are there.
+// COUNT sets of barriers, one behind the other, are there.
+template <int COUNT>
 RL_D void begin(Barriers bar) {
-  if (threadIdx.x == 0) bar.init();
+  if (threadIdx.x == 0)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) Barriers{bar.base + i * BARRIER_BYTES}.init();
   sync_block();
   sync_warp();
 }
@@ -176,7 +177,7 @@ RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[PARTS][COUNT]
     }
 }
 
-// Divided: both warpgroups have sums of all columns; each ends with both's sums of its half of them. `area`: 64 rows of WIDTH
+// Divided inner columns: both warpgroups have sums of all of the result's; each ends with both's sums of its half of them. `area`: 64 rows of WIDTH
 // elements of 2 bytes, where A was; it may be written when warpgroup 1 has arrived at barrier 6.
 RL_D void meet(float (&v)[OWN_ROWS][LANE], const float (&sums)[HALVES][64], u32 area, const Place& me) {
   constexpr int KEPT = HALVES * 32;
