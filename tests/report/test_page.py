@@ -118,6 +118,17 @@ def test_a_record_that_was_edited_or_is_of_another_version_is_refused(tmp_path, 
     assert not (tmp_path / "r.html").exists()
 
 
+def test_a_page_takes_the_place_of_a_page_alone(tmp_path, capsys):
+    file = write_record(samples.smaller(), tmp_path / "a.json")
+    before, out = file.read_bytes(), tmp_path / "r.html"
+    assert main(["report", str(file), "-o", str(file)]) == 2
+    assert "a.json is there already and is no page; choose another -o" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    out.touch()
+    for _ in range(2):  # over an empty file, and over a page
+        assert main(["report", str(file), "-o", str(out)]) == 0
+
+
 def test_no_records_is_an_error(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "holds no records" in capsys.readouterr().err
