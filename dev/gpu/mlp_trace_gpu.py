@@ -31,7 +31,7 @@ def sources():
     f = put(f, "RL_D float shuffle_xor", STAMP + "RL_D float shuffle_xor")
     (OUT / "access.cuh").write_text(f)
     t = OUT / "tile.cuh"; f = t.read_text()
-    f = put(f, "  if (threadIdx.x == 0) bar.init();\n", "  stamp(0); stamp_time(30);\n  if (threadIdx.x == 0) bar.init();\n")
+    f = put(f, "RL_D void begin(Barriers bar) {\n", "RL_D void begin(Barriers bar) {\n  stamp(0); stamp_time(30);\n")
     f = put(f, "  sync_block();\n  sync_warp();\n}", "  sync_block();\n  sync_warp();\n  stamp(1);\n}")
     t.write_text(f)
     j = OUT / "join.cuh"; f = j.read_text()
@@ -41,17 +41,17 @@ def sources():
         s = put(s, "    wait_for_previous();\n", "    wait_for_previous();\n    stamp(2);\n")
         at = s.rindex("}")
         return s[:at] + "  stamp(21); stamp_time(31);\n}" + s[at + 1:]
-    for file, first, second, inner, sums in (("forward", "up", "down", "u", "z"), ("backward", "down", "up", "da", "dh")):
+    for file, first, second, inner, sums, count in (("forward", "up", "down", "u", "z", "chunk"), ("backward", "down", "up", "da", "dh", "turn")):
         p = OUT / f"{file}.cu"; s = common(p.read_text())
-        s = put(s, f"    begin_turn(me);\n    multiply_{first}({inner}", f"    stamp(4);\n    begin_turn(me);\n    stamp(5);\n    multiply_{first}({inner}")
+        s = put(s, f"    take_turn(me);\n    multiply_{first}({inner}", f"    stamp(4);\n    take_turn(me);\n    stamp(5);\n    multiply_{first}({inner}")
         s = put(s, f"    wgmma_touch({inner});\n    release_all", f"    wgmma_touch({inner});\n    stamp(6);\n    release_all")
-        s = put(s, f"      begin_turn(me);\n      multiply_{second}(", f"      if (chunk == 0) stamp(7); else if (chunk == 1) stamp(10);\n      begin_turn(me);\n      if (chunk == 0) stamp(8);\n      multiply_{second}(")
-        s = put(s, f"      wgmma_touch({inner});\n      release_all", f"      wgmma_touch({inner});\n      if (chunk == 0) stamp(9);\n      release_all")
-        s = put(s, "    if (me.group == 1) named_arrive<256>(6);", "    stamp(11);\n    if (me.group == 1) named_arrive<256>(6);")
-        s = put(s, f"    begin_turn(me);\n    multiply_{second}({sums}, ", f"    begin_turn(me);\n    stamp(12);\n    multiply_{second}({sums}, ")
+        s = put(s, f"      take_turn(me);\n      multiply_{second}(", f"      if ({count} == 0) stamp(7); else if ({count} == 1) stamp(10);\n      take_turn(me);\n      if ({count} == 0) stamp(8);\n      multiply_{second}(")
+        s = put(s, f"      wgmma_touch({inner});\n      release_all", f"      wgmma_touch({inner});\n      if ({count} == 0) stamp(9);\n      release_all")
+        s = put(s, "    if (!APART && me.group == 1) named_arrive<256>(6);", "    stamp(11);\n    if (!APART && me.group == 1) named_arrive<256>(6);")
+        s = put(s, f"    take_turn(me);\n    multiply_{second}({sums}, ", f"    take_turn(me);\n    stamp(12);\n    multiply_{second}({sums}, ")
         s = put(s, "    release_all<HALVES>(ring, 0, me);\n", "    release_all<HALVES>(ring, 0, me);\n    stamp(13);\n")
-        s = put(s, f"    meet(v, {sums}, smem, me);\n", f"    meet(v, {sums}, smem, me);\n    stamp(14);\n")
-        end = "    join_forward(join, v, ahead, row, me);\n" if file == "forward" else "STATISTICS_BYTES, tiles.tile, me);\n"
+        s = put(s, f"    finish_sums(v, {sums}, machine, me);\n", f"    finish_sums(v, {sums}, machine, me);\n    stamp(14);\n")
+        end = "    join_forward(join, v, ahead, row + first_row(me), me);\n" if file == "forward" else "STATISTICS_BYTES, row / 64, me);\n"
         s = put(s, end, end + "    stamp(15);\n")
         p.write_text(s)
     p = OUT / "project.cu"; s = common(p.read_text())
