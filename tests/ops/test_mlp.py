@@ -140,8 +140,10 @@ def test_layout_header(compile_host: Callable[..., ctypes.CDLL]) -> None:
 BUILDS = [  # part, width, configuration, spilled bytes allowed: what only a tile's end or a launch's beginning needs
     ("mlp_forward", 128, ABREAST, 0),
     ("mlp_forward", 256, ABREAST, 64),
+    ("mlp_forward", 256, WHOLE, 128),
     ("mlp_backward", 128, ABREAST, 0),
-    ("mlp_backward", 256, ABREAST, 64),
+    ("mlp_backward", 256, ABREAST, 128),
+    ("mlp_backward", 256, WHOLE, 512),
     ("project_forward", 128, ABREAST, 0),
     ("project_forward", 256, ABREAST, 0),
     ("project_forward", 256, WHOLE, 0),
