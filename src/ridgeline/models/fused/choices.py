@@ -92,7 +92,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
-        rows=frozenset(("mlp", "out", "qkv") if whole_rows else ("out", "qkv", "down", "up") if many else ()),
+        rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
         grouped=whole_rows or many,
         early=not many,
         side_stream=few and not whole_rows,  # a group fills the card
