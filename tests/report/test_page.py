@@ -14,7 +14,7 @@ import pytest
 from report import samples
 from ridgeline.cli import main
 from ridgeline.records import write_record
-from ridgeline.report.page import build_page, write_images
+from ridgeline.report.page import CONTENTS, build_page, write_images
 from ridgeline.report.palette import PAGE
 
 
@@ -85,6 +85,15 @@ def test_words_of_a_record_are_words_and_no_markup():
 def test_the_same_records_give_the_same_page():
     records = [samples.smaller()]
     assert build_page(records) == build_page(records)
+
+
+def test_a_long_list_of_contents_is_closed_and_equal_titles_are_told_apart():
+    assert "<details open><summary>Contents" in build_page([samples.smaller()])
+    page = build_page([samples.smaller()] * (CONTENTS + 1))
+    assert "<details><summary>Contents" in page
+    titles = re.findall(r'<li><a href="#chapter-\d+">(.*?)</a>', page)
+    assert len(set(titles)) == len(titles) > CONTENTS
+    assert "hal-5m, batch 512 × 128, bf16, record 2" in titles
 
 
 def test_images(tmp_path):

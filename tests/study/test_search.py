@@ -1,6 +1,7 @@
 """Searches: what may be chosen, what is never trained, what is judged how, and a storage that goes on."""
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -255,12 +256,23 @@ def test_a_search_that_meets_refusals_only_ends(
 ) -> None:
     """Where one candidate in very many is possible, refusals end it and not the clock; the first few are told."""
     monkeypatch.setattr(module, "REFUSALS", 8)
-    monkeypatch.setattr(module, "_check_possible", lambda plan, machine: None)
+    monkeypatch.setattr(module, "_possible", lambda plan, machine: [{}])
     assert main([*options(text, tmp_path / "out", budget="10m"), "--least-steps", "999999999"]) == 2
     said = capsys.readouterr().err
     assert "none of 8 trials came to an end (takes at most" in said
     assert said.count(" refused: ") == 5
     assert "further refusals are only counted" in said
+
+
+def test_a_refusal_is_followed_by_what_is_possible(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 40 widths one can be trained: the sampler alone would find it in one of 40 trials."""
+    widths = ",".join(["16", *(str(17 + 2 * n) for n in range(39))])
+    assert main(options(text, tmp_path / "out", "--json", "--space", *SPACE, f"width={widths}", budget="6s")) == 0
+    states = [t["state"] for t in json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]]
+    assert "complete" in states
+    assert ("refused", "refused") not in itertools.pairwise(states)
 
 
 def test_a_base_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -301,7 +301,7 @@ def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Co
     """A contender's rate and runs; `console` is told of each run, `live` of its steps."""
 
     def one(rate: float, seed: int) -> Run:
-        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False)
+        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False, soft_wrap=True)
         place = _home(folder, name) / f"lr-{rate!r}-seed-{seed}"
         return run_once(dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, live)
 

@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import math
+import random
 import shutil
 import socket
 import statistics
@@ -47,7 +48,7 @@ GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demo
 MISSED = 10.0  # a miss of the target counts at most as so many whole trials
 NAME, DATABASE = "search", "search.db"
 SEEDS = 2**32
-REFUSALS = 200  # in a row after which nothing more in the space is taken to be possible
+REFUSALS = 20  # in a row after which nothing more in the space is taken to be possible
 CANDIDATES = 20_000  # of a space that are looked at for one that is possible
 REASONS = 3  # that an error gives
 GRACE_SECONDS = 30.0  # that a trial under way may end behind the budget, beside the seconds of its training
@@ -142,7 +143,7 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
         seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
         study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
         machine = this_machine(plan.base)
-        _check_possible(plan, machine)
+        possible, chance = _possible(plan, machine), random.Random(seed)
         spent = time.monotonic() - began + sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
         refusals = 0
         while refusals < REFUSALS and _time_for_another(plan, trials_of(study), spent):
@@ -150,26 +151,30 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
             done = _Attempt(plan, folder, machine, study.ask(), left=plan.budget_s - spent).run(study)
             spent += time.monotonic() - begun
             refusals = refusals + 1 if done.state == "refused" else 0
+            if refusals:  # the sampler does not know what is possible, and each guess of it takes time
+                study.enqueue_trial(chance.choice(possible))
             told(done)
         return trials_of(study)
 
 
-def _check_possible(plan: Search, machine: Machine) -> None:
-    """Refuse a space of which no candidate can be trained."""
-    choices = [
-        values if isinstance(values, tuple) and not isinstance(values, Range) else (values.low,)
-        for values in plan.space.values()
-    ]
-    reasons: dict[str, None] = {}
-    for number, chosen in enumerate(itertools.product(*choices)):
+def _possible(plan: Search, machine: Machine) -> list[dict[str, Any]]:
+    """What candidates that can be trained choose, but for ranges; of a very large space a part.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    lists = {name: values for name, values in plan.space.items() if not isinstance(values, Range)}
+    ends = {name: values.low for name, values in plan.space.items() if isinstance(values, Range)}
+    found, reasons = [], dict[str, None]()
+    for chosen in itertools.islice(itertools.product(*lists.values()), CANDIDATES):
+        params = dict(zip(lists, chosen, strict=True))
         try:
-            _candidate(plan, machine, dict(zip(plan.space, chosen, strict=True)))
+            _candidate(plan, machine, params | ends)
+            found.append(params)
         except RefusedError as refusal:
             reasons[str(refusal)] = None
-        else:
-            return
-        if number == CANDIDATES:
-            return
+    if found:
+        return found
     said = "; ".join([*reasons][:REASONS])
     more = f"; and {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else ""
     raise ConfigError(
