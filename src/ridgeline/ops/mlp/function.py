@@ -68,9 +68,7 @@ def _join_backward(
     return total_NC, total_NC if dbranch_NC is None else dbranch_NC, list(_sums(partials_PW, r_NC.dtype).split(C))
 
 
-def _norm_gradient(
-    norm: Norm, saved: tuple[Tensor, ...], dresidual_NC: Tensor | None
-) -> JoinGradient:
+def _norm_gradient(norm: Norm, saved: tuple[Tensor, ...], dresidual_NC: Tensor | None) -> JoinGradient:
     """Where a backward kernel puts the gradient of a norm alone."""
     r_NC, mean_N, rstd_N = saved
     N, C = r_NC.shape
