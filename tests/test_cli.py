@@ -301,6 +301,15 @@ def test_output_that_nobody_reads_to_the_end_is_no_error():
     assert process.wait(timeout=120) == 141
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_that_lacks_a_sign_shows_another(encoding):
+    command = [sys.executable, "-m", "ridgeline", "explain", "gpt2-c256", "--device", "h200"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert "≥ 132 kernels".encode(encoding, "replace") in done.stdout
+
+
 def test_help_needs_no_torch():
     code = """
 import sys

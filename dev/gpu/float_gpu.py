@@ -4,20 +4,17 @@ PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS]      (about 40 s;
 """
 
 import collections
-import dataclasses
 import json
 import os
-import statistics
 import sys
 import time
 
 import torch
 import torch.nn.functional as F
+from fused_gpu import captured, chosen, interleaved
 
 from ridgeline.engine import TrainStep
 from ridgeline.models import DecoderConfig, LanguageConfig, LanguageModel
-from ridgeline.models.fused import stack
-from ridgeline.models.fused.choices import choose
 from ridgeline.ops.attention import float32, long, short
 
 END = time.time() + float(sys.argv[1] if len(sys.argv) > 1 else 60)
@@ -31,33 +28,9 @@ def tell(key, value):
     json.dump(found, open(f"{OUT}/float.json", "w"))
 
 
-def captured(step):
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(4):
-                step()
-    return graph
-
-
-def microseconds(graphs, rounds=7):
-    times = {key: [] for key in graphs}
-    for turn in range(rounds):
-        for key, graph in graphs.items():
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()
-            a.record()
-            for _ in range(5):
-                graph.replay()
-            b.record()
-            torch.cuda.synchronize()
-            times[key].append(a.elapsed_time(b) / 20 * 1000)
-    return {key: round(statistics.median(values), 1) for key, values in times.items()}
+def four(step):
+    """A graph of four calls."""
+    return captured(lambda: [step() for _ in range(4)])
 
 
 def attention(name, B, T, H, G):
@@ -97,25 +70,25 @@ def attention(name, B, T, H, G):
         torch.cuda.synchronize()
         if not torch.equal(first, gradient):
             tell(f"{name} {key}", "NOT REPEATABLE")
-        graphs[f"{key} forward"], graphs[f"{key} backward"] = captured(forward), captured(backward)
+        graphs[f"{key} forward"], graphs[f"{key} backward"] = four(forward), four(backward)
     heads = [x.detach().transpose(1, 2).repeat_interleave(1 if n == 0 else H // G, 1) for n, x in enumerate((q, k, v))]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
         sdpa = lambda: F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale)
         y = sdpa()
         tell(f"{name} efficient errors", relative((y.transpose(1, 2),)))
-        graphs["efficient forward"] = captured(lambda: sdpa())
-    tell(f"{name} us", microseconds(graphs))
+        graphs["efficient forward"] = four(sdpa)
+    tell(f"{name} us", {key: round(us / 4, 1) for key, us in interleaved(graphs, 7, 5).items()})
 
 
 def step(name, config, beside):
     name += "" if beside else " one stream"
-    stack.choose = lambda *given: dataclasses.replace(choose(*given), side_stream=beside)
     m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
     train = TrainStep(m, precision="fp32")
     tokens = torch.randint(65, (32, 257), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    for _ in range(20):
-        train(batch)
+    with chosen(True, {"side_stream": beside}):
+        for _ in range(20):
+            train(batch)
     torch.cuda.synchronize()
     a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     a.record()

@@ -73,8 +73,8 @@ def problem(M, N, K, epilogue):
             if folder != module.SOURCE.parent:
                 module.SOURCE = folder / module.SOURCE.name
                 module._kernel.cache_clear()
-        if isinstance(config, int):
-            return stationary.stationary(x, w, out, **extra, cluster=config)
+        if config is None:
+            return stationary.stationary(x, w, out, **extra)
         return gemm.gemm(x, w, out, config, **extra)
 
     def reference(rows, dtype, derivative=False):
@@ -126,26 +126,22 @@ def joins(x, w, bias, residual, masks, out):
         torch.mm(x, w.t(), out=out)
         join()
 
-    def cuda_join(cluster):
-        stationary.stationary(x, w, out, cluster=cluster)
+    def cuda_join():
+        stationary.stationary(x, w, out)
         join()
 
-    def residual_norm(cluster):
-        stationary.stationary(x, w, out, bias_N=bias, residual_MN=residual, masks=masks, cluster=cluster)
+    def residual_norm():
+        stationary.stationary(x, w, out, bias_N=bias, residual_MN=residual, masks=masks)
         norm()
 
-    return {"torch": torch_join} | {
-        f"{name}{' pairs' * (cluster - 1)}": lambda step=step, cluster=cluster: step(cluster)
-        for name, step in (("cuda", cuda_join), ("residual", residual_norm))
-        for cluster in (1, 2)
-    }
+    return {"torch": torch_join, "cuda": cuda_join, "residual": residual_norm}
 
 
 def configurations(K, epilogue, label):
-    """The kernels worth timing: a configuration of `gemm`, or how many blocks of `stationary` share rows."""
+    """The kernels worth timing: a configuration of `gemm`, None for `stationary`."""
     from ridgeline.ops.linear.gemm import Config
 
-    return {"weights": 1, "weights, pairs": 2} if K <= 512 else {"m128": Config()}
+    return {"weights": None} if K <= 512 else {"m128": Config()}
 
 
 def check(launch, reference, out, slope, config, folder):

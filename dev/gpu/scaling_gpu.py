@@ -1,4 +1,4 @@
-"""Records of `best` on one card and on two, all in one run whose turns go round; a line each.
+"""`best` on one card and on two, all in one run whose turns go round: a line each, and a record a workload.
 
 RIDGELINE_REVISION=… PYTHONPATH=src OUT=$OUT python dev/gpu/scaling_gpu.py [SECONDS]      (two cards, both alone)
 """
@@ -8,10 +8,12 @@ import os
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import torch
 
 from ridgeline.bench import run
+from ridgeline.bench.nvml import merged
 from ridgeline.bench.plan import Plan
 from ridgeline.bench.usual import record_file
 from ridgeline.bench.workloads import workload
@@ -28,6 +30,7 @@ ROWS = [  # preset, windows a card, cards, the first one
 ROUNDS, STEPS, TURN_S = 6, 10, 0.4
 began, limit = time.time(), float(sys.argv[1]) if sys.argv[1:] else 70.0
 turn, gone, number, found = threading.Condition(), set(), 0, {}
+writing, files = threading.Lock(), {}
 start = run._Bench._start
 
 
@@ -68,20 +71,35 @@ def turns(self, teams):
     pass_on(row)
 
 
+def write(row, record):
+    """The record of a row's workload, with every number of cards that was measured until now in a group of its own."""
+    with writing:
+        found[row] = record
+        key = ROWS[row][:2]
+        rows = [other for other in sorted(found) if ROWS[other][:2] == key]
+        results, clocks = [], None
+        for group, other in enumerate(rows):
+            results += [replace(c, group=group, gpus=ROWS[other][2]) for c in found[other].contenders]
+            clocks = merged(clocks, found[other].clocks) if found[other].clocks else clocks
+        most = max(ROWS[other][2] for other in rows)
+        whole = replace(found[rows[0]], gpus=most, clocks=clocks, contenders=results)
+        if key not in files:
+            files[key] = record_file(replace(whole, gpus=max(r[2] for r in ROWS if r[:2] == key)), OUT)
+        write_record(whole, files[key])
+
+
 def measure(row):
-    """One record."""
+    """One row."""
     name, batch, cards, first = ROWS[row]
     case = workload(name, batch=batch, precision="bf16")
     plan = Plan(
         rounds=ROUNDS, steps=STEPS, turn_s=TURN_S, warm_s=3.0, build_s=limit, phases=0, profile=0, together=True
     )
     try:
-        record = run.run_bench(case, ["best"], torch.device("cuda", first), plan, gpus=cards)
-        write_record(record, record_file(record, OUT))
-        found[row] = record.contenders[0]
-        print(
-            name, batch, cards, found[row].error or f"{found[row].step_ms:.4f} ms, {found[row].spread:.1%}", flush=True
-        )
+        record = run.run_bench(case, ["best"], torch.device("cuda", first), plan, gpus=[cards])
+        result = record.contenders[0]
+        print(name, batch, cards, result.error or f"{result.step_ms:.4f} ms, {result.spread:.1%}", flush=True)
+        write(row, record)
     except Exception as error:
         print(name, batch, cards, f"{type(error).__name__}: {error}"[:300], flush=True)
         pass_on(row)
@@ -95,7 +113,7 @@ for thread in threads:
 for thread in threads:
     thread.join(max(1.0, limit - time.time() + began))
 for one, two, what in ((0, 1, "hal-20m, 512 windows a card"), (0, 2, "hal-20m, 512 in all"), (3, 4, "gpt2-c256, 512")):
-    if all(row in found and found[row].tokens_per_s for row in (one, two)):
-        a, b = found[one].tokens_per_s, found[two].tokens_per_s
+    a, b = (found[row].contenders[0].tokens_per_s if row in found else None for row in (one, two))
+    if a and b:
         print(f"{what}: {a / 1e6:.2f} M tokens/s on one card, {b / 1e6:.2f} on two: {b / a:.3f} x", flush=True)
 os._exit(0)

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
+
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # how PyTorch's RuntimeErrors put it
 
 
 class RidgelineError(Exception):
@@ -64,6 +67,25 @@ def nearest(name: str, known: Iterable[str], kind: str) -> str:
 def reason(error: BaseException) -> str:
     """What went wrong, without the number and the path that the operating system's errors carry."""
     return getattr(error, "strerror", None) or str(error)
+
+
+@contextmanager
+def enough_memory(cure: str) -> Iterator[None]:
+    """Turns the several errors of a device or machine without enough memory into one sentence.
+
+    Args:
+        cure: what makes the work smaller.
+
+    Raises:
+        OutOfMemoryError: inside the `with` block NumPy, PyTorch on the CPU or CUDA got no memory.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # PyTorch's own OutOfMemoryError is a RuntimeError
+        said = any(words in str(error) for words in NO_MEMORY)
+        if isinstance(error, RidgelineError) or not (said or isinstance(error, MemoryError)):
+            raise
+        raise OutOfMemoryError(f"there is not enough memory; {cure}") from error
 
 
 def require(module: str, extra: str) -> ModuleType:

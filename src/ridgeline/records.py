@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline import files
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import RidgelineError, reason
 
 SCHEMA = 2
-ADDED = {2: ("bytes_per_s", "bandwidth")}  # what a contender's result has since a schema
+ADDED = {2: ("bytes_per_s", "bandwidth", "gpus")}  # what a contender's result has since a schema
+LATE = ("gpus",)  # of those, what some records of that schema lack: null
 KINDS = ("bench", "ops", "explain", "study", "race", "search")
 
 
@@ -57,6 +58,7 @@ class ContenderResult:
         phases_ms: measured milliseconds by phase.
         groups_ms_per_layer: measured kernel milliseconds a layer, by group of kernels.
         overlap: share of the busy time in which more than one kernel ran.
+        gpus: cards, or on the CPU processes, that trained together; None: the record's. One number a group.
         error: why there is no result.
     """
 
@@ -75,6 +77,7 @@ class ContenderResult:
     phases_ms: dict[str, float] | None = None
     groups_ms_per_layer: dict[str, float] | None = None
     overlap: float | None = None
+    gpus: int | None = None
     error: str | None = None
 
 
@@ -102,7 +105,7 @@ class Record:
         date: ISO 8601 with time zone.
         git: revision of the code, with "+" behind it if files were changed; None outside a repository.
         card: name of the device.
-        gpus: how many of them.
+        gpus: how many of them; the most where contenders have numbers of their own.
         versions: package and driver versions by name.
         clocks: clocks, power and throttle reasons "before", "during" and "after"; None where there is no card.
         workload: what was run.
@@ -129,6 +132,26 @@ class Record:
         """The contender called `name`, in `group` or in the first group that has it."""
         return next((c for c in self.contenders if c.name == name and group in (None, c.group)), None)
 
+    def cards(self, result: ContenderResult) -> int:
+        """How many cards one of its contenders had."""
+        return self.gpus if result.gpus is None else result.gpus
+
+    def parts(self) -> list[Record]:
+        """A record for each number of cards that its contenders have, the fewest first; itself where all have the same.
+
+        What compares contenders looks at one part, so that no number of cards is taken for another.
+        """
+        if all(result.gpus is None for result in self.contenders):
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                gpus=number,
+                contenders=[dataclasses.replace(c, gpus=None) for c in self.contenders if self.cards(c) == number],
+            )
+            for number in sorted({self.cards(result) for result in self.contenders})
+        ]
+
 
 _SHARES = {"mfu", "bandwidth", "floor_share", "overlap"}
 _POSITIVE = {"tokens_per_s", "windows_per_s", "bytes_per_s", "step_ms", "us", "batch", "context"}
@@ -138,8 +161,10 @@ def _check_numbers(values: dict[str, Any], where: str) -> None:
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        if not math.isfinite(value) or value < 0:
-            raise RecordError(f"{where}.{key} is {value}; a record holds finite numbers of 0 or more")
+        finite = math.isfinite(value) if isinstance(value, float) else value.bit_length() < 64
+        if not finite or value < 0:
+            shown = value if isinstance(value, float) or finite else "too large"
+            raise RecordError(f"{where}.{key} is {shown}; a record holds finite numbers of 0 or more")
         if key in _SHARES and value > 1:
             raise RecordError(f"{where}.{key} is {value}, above 1: FLOPs, bytes, peak or time behind it is wrong")
         if key in _POSITIVE and value == 0:
@@ -161,6 +186,13 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def _check_by_name(values: dict[str, Any], where: str) -> None:
+    for key, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise RecordError(f"{where}.{key} must be a number, got {value!r}")
+    _check_numbers(values, where)
+
+
 def _build(cls: type, values: Any, where: str) -> Any:
     """A dataclass from a JSON object with exactly its keys and types."""
     if not isinstance(values, dict):
@@ -173,6 +205,10 @@ def _build(cls: type, values: Any, where: str) -> Any:
         allowed = tuple(t for part in kind.split(" | ") for t in _TYPES[part])
         if not isinstance(values[name], allowed) or (isinstance(values[name], bool)):
             raise RecordError(f"{where}.{name} must be {kind}, got {values[name]!r}")
+        if isinstance(values[name], list) and not all(isinstance(value, dict) for value in values[name]):
+            raise RecordError(f"{where}.{name} must hold objects alone")
+        if "dict[str, float]" in kind and values[name] is not None:
+            _check_by_name(values[name], f"{where}.{name}")
     _check_numbers(values, where)
     return cls(**values)
 
@@ -192,8 +228,20 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
             raise RecordError(
                 f"contenders[{place}] differs from schema {values['schema']} in its keys: {', '.join(odd)}"
             )
-    contenders = [{**c, **dict.fromkeys(new)} if isinstance(c, dict) else c for c in values["contenders"]]
+    missing = dict.fromkeys((*new, *LATE))
+    contenders = [{**missing, **c} if isinstance(c, dict) else c for c in values["contenders"]]
     return {**values, "contenders": contenders, "schema": SCHEMA}
+
+
+def _check_cards(record: Record) -> None:
+    for place, result in enumerate(record.contenders):
+        if result.gpus is not None and (result.gpus < 1 or 0 < record.gpus < result.gpus):
+            raise RecordError(
+                f"contenders[{place}].gpus must be from 1 to the record's {record.gpus}, got {result.gpus}"
+            )
+    found = {(result.group, record.cards(result)) for result in record.contenders}
+    if len(found) > len({group for group, _ in found}):
+        raise RecordError("contenders of one group must have one number of cards, for ratios are taken within it")
 
 
 def from_json(values: Any) -> Record:
@@ -222,12 +270,14 @@ def from_json(values: Any) -> Record:
     workload = None
     if record.workload is not None:
         workload = _build(WorkloadInfo, record.workload, "record.workload")
-    return dataclasses.replace(
+    whole = dataclasses.replace(
         record,
         workload=workload,
         contenders=[_build(ContenderResult, c, f"contenders[{i}]") for i, c in enumerate(record.contenders)],
         ops=[_build(OpResult, o, f"ops[{i}]") for i, o in enumerate(record.ops)],
     )
+    _check_cards(whole)
+    return whole
 
 
 def to_json(record: Record) -> dict[str, Any]:
@@ -265,7 +315,7 @@ def read_record(file: str | Path) -> Record:
     try:
         values = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise RecordError(f"{file} cannot be read as a record: {error}") from error
+        raise RecordError(f"{file} cannot be read as a record: {reason(error)}") from error
     if not isinstance(values, dict) or "checksum" not in values:
         raise RecordError(f"{file} is no Ridgeline record: it has no checksum")
     claimed = values.pop("checksum")

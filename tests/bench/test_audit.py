@@ -195,6 +195,18 @@ def test_a_ratio_never_crosses_groups_and_cannot_cross_records():
         assert kinds.count("Record") == 1
 
 
+def test_a_ratio_never_mixes_numbers_of_cards():
+    record = two_sessions()
+    both = replace(record, gpus=2, contenders=[replace(c, gpus=2 - c.group) for c in record.contenders])
+    best = over_pytorch(both)
+    assert best is not None
+    assert (best.value, best.group) == (pytest.approx(107.7 / 56.5), 1)  # of one card, though two gave the smaller
+    two = over_pytorch(both.parts()[1])
+    assert two is not None
+    assert (two.value, two.group) == (pytest.approx(95.3 / 50), 0)
+    assert gain(both, "m3", "m2") is None  # best, which links groups, had other cards there
+
+
 def test_rungs_of_two_groups_are_linked_by_what_both_groups_have():
     record = two_sessions()
     found = gain(record, "m3", "m2")

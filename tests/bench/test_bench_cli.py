@@ -11,6 +11,7 @@ import torch
 from ridgeline.bench import run
 from ridgeline.bench.usual import record_file, usual_contenders
 from ridgeline.bench.workloads import workload
+from ridgeline.cli import bench as cli_bench
 from ridgeline.cli import main
 from ridgeline.records import read_record
 
@@ -73,6 +74,23 @@ def test_a_sweep_writes_a_record_a_value(tmp_path, capsys):
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [r["workload"]["batch"] for r in said["records"]] == [1, 2, 4]
     assert len(set(said["files"])) == 3
+
+
+def test_numbers_of_cards_stand_in_one_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli_bench, "find_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for name in ("monitor", "present"):
+        monkeypatch.setattr(run, name, lambda device: None)
+    words = ("gpt2-c256", "--contenders", "eager", "--precision", "fp32")
+    assert bench(*words, "--gpus", "1,2", out=tmp_path) == 0
+    (file,) = tmp_path.rglob("*-2gpus.json")
+    record = read_record(file)
+    assert [(c.name, c.group, c.gpus) for c in record.contenders] == [("eager", 0, 1), ("eager", 1, 2)]
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    assert "  cards" in capsys.readouterr().out
+    assert bench(*words, "--gpus", "2,3", out=tmp_path) == 2
+    assert "2 CUDA cards here, and 3 were asked for" in capsys.readouterr().err
 
 
 def test_a_record_is_never_overwritten_but_can_be_gone_on_with(tmp_path, capsys):

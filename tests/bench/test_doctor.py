@@ -104,6 +104,7 @@ def test_hopper_without_the_run_time_compiler() -> None:
 def test_bad_findings_come_first_and_every_one_has_a_cure() -> None:
     found = find(replace(GOOD, ptxas="12.8.93", triton="3.6.0", nvrtc=None, torch="2.10.0"))
     assert [finding.severity for finding in found] == sorted(finding.severity for finding in found)
+    assert len({finding.severity for finding in found}) > 1
     assert all(finding.cure and finding.detail for finding in found)
 
 

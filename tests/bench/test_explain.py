@@ -97,6 +97,12 @@ def test_small_cards_are_said_to_be_limited_by_power() -> None:
     assert "boost clock" not in shown(explain_preset("gpt2-c256", device="a100"))
 
 
+def test_an_update_by_muon_is_said_not_to_be_counted() -> None:
+    for name, said in (("boxing-fast", True), ("gpt2-c256+optimizer.algorithm=muon", True), ("boxing", False)):
+        text = shown(explain_preset(name, device="h200"))
+        assert ("trains by muon, whose products are not counted" in text) == said, name
+
+
 def test_precision_and_sizes_can_be_chosen() -> None:
     result = explain_preset("gpt2-c256", device="h200", batch=4, context=2048, precision="fp32", plan="plain")
     assert result.case.model.decoder.context == 2048
@@ -192,6 +198,16 @@ def test_a_batch_that_no_number_of_parts_divides_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="the largest batch that fits is") as caught:
         explain_preset("gpt2-c256", device="h200", batch=1_000_000_007)  # a prime
     assert "accumulation" not in str(caught.value)
+
+
+def test_a_batch_that_is_cut_already_is_told_of_its_parts() -> None:
+    with pytest.raises(ConfigError) as caught:
+        explain_preset("gpt2-124m", device="t4", batch=512, accumulation=8)
+    text, spec = str(caught.value), card("t4")
+    assert text.startswith("batch=512 in 8 parts needs ")
+    part = preset_case("gpt2-124m", spec, batch=int(text.split("the largest part that fits is ")[1].split(",")[0]))
+    assert part.fits(spec)
+    assert not replace(part, batch=part.batch + 1).fits(spec)
 
 
 def test_a_batch_just_too_large_says_by_how_much_in_smaller_units() -> None:

@@ -32,7 +32,7 @@ def test_doctor_prints_a_report_or_json(capsys: pytest.CaptureFixture[str]) -> N
     [
         (["explain", "hal-20m"], "no CUDA card here; name one of the table"),
         (["explain", "hal-20m", "--device", "t4", "--precision", "bf16"], "NVIDIA T4 has no bf16"),
-        (["explain", "hal-20m", "--device", "h200", "--batch", "99999"], "GiB more than the 141.0 GiB of NVIDIA H200"),
+        (["explain", "hal-20m", "--device", "h200", "--batch", "99999"], "GiB more than the 139.8 GiB of NVIDIA H200"),
         (["explain", "hal-20m", "--measure"], "--measure profiles real steps on a CUDA card"),
         (["explain", "hal-20m", "--measure", "--device", "h200"], "leave out --device"),
         (["explain", "hal-20m", "--device", "h200", "--engine", "eager"], "add --measure"),

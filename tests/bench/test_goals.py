@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ridgeline.bench.goals import Goal, judge, main, read_goals, table
+from ridgeline.bench.goals import Goal, find_records, judge, main, read_goals, table
 from ridgeline.errors import ConfigError
 from ridgeline.records import ContenderResult, Record, WorkloadInfo, write_record
 
@@ -62,6 +62,20 @@ def test_failed_contenders_and_other_workloads_decide_nothing():
     two = replace(record(result("best", 4e6), result("eager", 1e6)), gpus=2)
     assert judge(GOAL, [two]).status == "no record"
     assert judge(GOAL, []).status == "no record"
+
+
+def test_one_card_decides_where_a_record_has_several_numbers(tmp_path):
+    both = [
+        replace(result(name, speed, group=cards - 1), gpus=cards)
+        for name, speed, cards in (("best", 8e6, 2), ("eager", 5e6, 2), ("best", 4e6, 1), ("eager", 2e6, 1))
+    ]
+    write_record(replace(record(*both), gpus=2), tmp_path / "a.json")
+    records = find_records(tmp_path)
+    assert [r.gpus for r in records] == [1, 2]
+    verdict = judge(GOAL, records)
+    assert verdict.ratio == pytest.approx(2)  # and not 1.6 of two cards, nor 4 or 0.8 across
+    assert verdict.ours is not None
+    assert verdict.ours.tokens_per_s == 4e6
 
 
 def test_peers_and_rungs_are_no_pytorch_baseline():

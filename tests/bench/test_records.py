@@ -75,7 +75,9 @@ def test_a_later_schema_is_refused(tmp_path):
 
 def first(values: dict) -> dict:
     """The same record as schema 1 had it."""
-    contenders = [{k: v for k, v in c.items() if k not in ("bytes_per_s", "bandwidth")} for c in values["contenders"]]
+    contenders = [
+        {k: v for k, v in c.items() if k not in ("bytes_per_s", "bandwidth", "gpus")} for c in values["contenders"]
+    ]
     return {**values, "schema": 1, "contenders": contenders}
 
 
@@ -90,6 +92,50 @@ def test_a_record_of_the_first_schema_is_read(tmp_path):
     values["contenders"][1]["bandwidth"] = 0.4
     with pytest.raises(RecordError, match=r"contenders\[1\] differs from schema 1 in its keys: bandwidth"):
         from_json(values)
+
+
+def test_a_record_from_before_contenders_had_cards_of_their_own_is_read(tmp_path):
+    values, file = to_json(record()), tmp_path / "a.json"
+    for contender in values["contenders"]:
+        del contender["gpus"]
+    file.write_text(json.dumps({**values, "checksum": checksum(values)}))
+    assert read_record(file) == record()
+    file.write_text(json.dumps({**to_json(record()), "checksum": checksum(values)}))
+    with pytest.raises(RecordError, match="changed after it was written"):
+        read_record(file)
+    old = first(values)
+    old["contenders"][0]["gpus"] = 1
+    with pytest.raises(RecordError, match=r"contenders\[0\] differs from schema 1 in its keys: gpus"):
+        from_json(old)
+
+
+def test_parts_hold_one_number_of_cards_each():
+    assert record().parts() == [record()]
+    made = record(
+        gpus=2,
+        contenders=[
+            ContenderResult(name="best", group=1, step_ms=2.1),
+            ContenderResult(name="best", gpus=1, step_ms=2.0),
+            ContenderResult(name="eager", gpus=1, error="no"),
+        ],
+    )
+    one, two = made.parts()
+    assert (one.gpus, [c.name for c in one.contenders]) == (1, ["best", "eager"])
+    assert (two.gpus, [c.step_ms for c in two.contenders]) == (2, [2.1])
+    assert (one.parts(), two.parts()) == ([one], [two])
+    begun = record(gpus=2, contenders=made.contenders[1:])  # before the second number was measured
+    assert [part.gpus for part in begun.parts()] == [1]
+    from_json(to_json(made))
+
+
+@pytest.mark.parametrize(
+    ("group", "gpus", "message"),
+    [(1, 0, "from 1 to the record's 2"), (1, 3, "from 1 to the record's 2"), (0, 1, "one number of cards")],
+)
+def test_cards_that_cannot_be(group, gpus, message):
+    results = [ContenderResult(name="best", gpus=2), ContenderResult(name="eager", group=group, gpus=gpus)]
+    with pytest.raises(RecordError, match=message):
+        to_json(record(gpus=2, contenders=results))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"checksum": "x"}', '{"kind": "bench", "checksum": ""}', "{"])
@@ -113,10 +159,14 @@ def test_a_missing_file_is_an_error(tmp_path):
         (("contenders", 0, "tokens_per_s"), 0.0, "leave it null"),
         (("contenders", 0, "step_ms"), -1.0, "0 or more"),
         (("contenders", 0, "spread"), float("nan"), "finite"),
+        (("contenders", 0, "spread"), 10**400, "is too large"),
+        (("contenders", 0, "phases_ms", "forward"), "40", r"phases_ms\.forward must be a number, got '40'"),
+        (("contenders", 0, "phases_ms", "forward"), -1, "0 or more"),
         (("contenders", 0, "name"), 3, "must be str"),
         (("contenders", 0, "group"), True, "must be int"),
         (("ops", 0, "floor_share"), 1.5, "above 1"),
         (("workload", "batch"), 0, "leave it null"),
+        (("curves",), [1.5], r"record\.curves must hold objects alone"),
         (("workload", "batch"), "512", "must be int"),
         (("kind",), "poem", "must be one of"),
         (("date",), "yesterday", "ISO 8601"),

@@ -16,6 +16,7 @@ from ridgeline.bench.run import _Bench, run_bench
 from ridgeline.bench.workloads import workload
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import card
+from ridgeline.models.accounting import step_cost
 from ridgeline.records import read_record, write_record
 
 CPU = torch.device("cpu")
@@ -172,6 +173,35 @@ def test_a_record_can_be_gone_on_with_in_the_same_circumstances_alone():
         run_bench(replace(CASE, batch=1), ["eager"], CPU, plan, onto=first)
 
 
+@pytest.mark.usefixtures("_fakes")
+def test_several_numbers_of_cards_in_one_record(tmp_path):
+    seen: list = []
+    record = run_bench(CASE, ["eager", "best"], CPU, Plan(rounds=2, steps=2), gpus=[1, 2], keep=seen.append)
+    assert [(r.name, r.group, r.gpus) for r in record.contenders] == [
+        ("best", 0, 1), ("eager", 0, 1), ("best", 1, 2), ("eager", 1, 2),
+    ]  # fmt: skip
+    one, _, two, _ = record.contenders
+    assert one.tokens_per_s == pytest.approx(CASE.tokens / 2e-3)
+    assert (two.tokens_per_s, two.windows_per_s) == (2 * one.tokens_per_s, 2 * one.windows_per_s)
+    assert [len(r.contenders) for r in seen] == [2, 4]  # what is measured is never lost
+    assert read_record(write_record(record, tmp_path / "r.json")) == record
+    for numbers in ([], [1, 1], [0, 1]):
+        with pytest.raises(ConfigError, match=r"different numbers of cards|at least one card"):
+            run_bench(CASE, ["eager"], CPU, gpus=numbers)
+
+
+@pytest.mark.usefixtures("_fakes", "_h200")
+def test_each_number_of_cards_has_its_own_utilisation(monkeypatch):
+    monkeypatch.setattr(run, "monitor", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    work = replace(workload("hal-20m"), batch=8)
+    record = run_bench(work, ["eager"], torch.device("cuda"), Plan(rounds=2, steps=2), gpus=[1, 2])
+    one, two = record.contenders
+    assert record.gpus == 2
+    assert (two.mfu, two.bytes_per_s) == (pytest.approx(one.mfu), pytest.approx(2 * one.bytes_per_s))
+
+
 def test_a_copy_names_its_revision(monkeypatch):
     assert len(circumstances.git_revision() or "") >= 40
     monkeypatch.setenv("RIDGELINE_REVISION", "abc+")
@@ -202,6 +232,18 @@ def test_mfu_and_floor_share_of_a_known_card():
 
 
 @pytest.mark.usefixtures("_fakes", "_h200")
+def test_a_record_holds_the_utilisation_that_was_counted(monkeypatch):
+    monkeypatch.setattr(run, "monitor", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    work = replace(workload("hal-20m"), batch=8)  # a floor far below what the fakes take
+    found = run_bench(work, ["eager"], torch.device("cuda"), Plan(rounds=2, steps=2)).contenders[0]
+    cost, seconds = step_cost(work.model, batch=8, context=256, precision="bf16"), found.step_ms / 1e3
+    assert found.mfu == pytest.approx(cost.flops / seconds / 989.4e12)
+    assert found.bytes_per_s == pytest.approx(cost.bytes / seconds)
+    assert found.bandwidth in (None, pytest.approx(found.bytes_per_s / 4.8e12))
+
+
+@pytest.mark.usefixtures("_fakes", "_h200")
 def test_an_impossible_time_is_no_result(monkeypatch):
     monkeypatch.setattr(run, "monitor", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
@@ -229,16 +271,17 @@ def test_real_processes_measure_and_fail_apart(tmp_path):
 def test_two_processes_train_together():
     case = replace(CASE, batch=1, context=16)
     plan = Plan(rounds=2, steps=2, turn_s=0, warm_s=0.1, phases=2, profile=0, together=True)
-    (eager,) = run_bench(case, ["eager"], CPU, plan, gpus=2).contenders
-    assert eager.error is None
-    assert eager.tokens_per_s == pytest.approx(2 * case.tokens / eager.step_ms * 1e3)
-    assert "backward" in (eager.phases_ms or {})
+    alone, pair = run_bench(case, ["eager"], CPU, plan, gpus=[1, 2]).contenders
+    for eager, number in ((alone, 1), (pair, 2)):
+        assert (eager.error, eager.gpus) == (None, number)
+        assert eager.tokens_per_s == pytest.approx(number * case.tokens / eager.step_ms * 1e3)
+        assert "backward" in (eager.phases_ms or {})
 
 
 def test_more_cards_than_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(UnsupportedError, match="1 CUDA cards here, and 2"):
-        run_bench(CASE, ["eager"], torch.device("cuda"), gpus=2)
+        run_bench(CASE, ["eager"], torch.device("cuda"), gpus=[1, 2])
 
 
 def test_a_process_that_dies_is_an_error_with_its_last_words(monkeypatch):

@@ -51,6 +51,15 @@ def test_the_table_shows_circumstances_and_failures():
     assert line.split()[6:9] == ["10.0", "1.18", "24.6"]
 
 
+def test_each_line_says_its_cards_where_there_are_several_numbers():
+    one, two = replace(BASE, gpus=1), replace(BASE, group=1, gpus=2, tokens_per_s=7.8e6)
+    failed = ContenderResult(name="best", group=1, gpus=2, error="no card")
+    head, *lines = table(replace(record(one, two, failed), gpus=2)).splitlines()[3:6]
+    assert head.split()[:3] == ["contender", "group", "cards"]
+    assert [line.split()[1:3] for line in lines] == [["0", "1"], ["1", "2"]]
+    assert "cards" not in table(record(BASE))
+
+
 def test_sweeps():
     case = workload("gpt2-c256")
     contexts = vary(case, "context=128:2048")

@@ -53,6 +53,11 @@ def test_a_file_that_is_read_stays_as_it_is(capsys, tmp_path):
     assert (tmp_path / "mine.jsonl").read_text() == '{"a": 1}'
 
 
+@pytest.mark.parametrize("option", [("--levels", 3), ("--first-seed", 5), ("--expert", "scripted")])
+def test_how_games_are_played_means_nothing_where_none_is(capsys, option):
+    assert f"{option[0]} is of games to be played; add --demonstrate" in refused(capsys, "data", "boxing", *option)
+
+
 def test_sources_that_are_no_text(capsys, tmp_path):
     (tmp_path / "folder").mkdir()
     assert "is a folder; give a text file" in refused(capsys, "data", "folder")

@@ -185,3 +185,17 @@ def test_impossible_text_windows_name_the_cure(tmp_path):
     assert Batches(data, WindowSpec(context=89), batch=4).next()["tokens"].shape == (4, 89)
     with pytest.raises(ConfigError, match="text has stride 1 and delay 0, got 2 and 0"):
         Batches(data, WindowSpec(context=8, stride=2), batch=1)
+
+
+@pytest.mark.parametrize("beyond", [1, 2, 12, 23, 24, 25, 26, 48, 49, 60])
+def test_windows_of_a_short_text_end_before_what_is_held_out(tmp_path, beyond):
+    T = 24
+    text = make_text(tmp_path / "t", length=-(-(T + beyond) * 10 // 9))
+    windows = windows_of(text, WindowSpec(context=T))
+    words = np.arange(1000, dtype=np.uint64)  # as many epochs
+    ends = set()
+    for index in range(windows.train_windows):
+        start_B, count_B = windows.train(np.full(len(words), index), words)
+        assert (count_B == T).all()
+        ends |= set((start_B + T + 1).tolist())  # behind the last target
+    assert max(ends) == min(text.train, T * (windows.train_windows + 1))

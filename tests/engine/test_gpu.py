@@ -56,7 +56,7 @@ def batches(case: Workload, device: str) -> list[dict[str, Tensor]]:
 def step_for(case: Workload, steps: int, **rest: Any) -> TrainStep:
     torch.manual_seed(7)
     model = build(case.model, impl=rest.pop("impl", "fused"), seed=1).cuda()
-    return TrainStep(model, optimizer=SETTINGS, steps=steps, seed=11, **rest)
+    return TrainStep(model, optimizer=rest.pop("optimizer", SETTINGS), steps=steps, seed=11, **rest)
 
 
 def same(a: TrainStep, b: TrainStep) -> bool:
@@ -71,8 +71,9 @@ def same(a: TrainStep, b: TrainStep) -> bool:
 def test_a_thousand_captured_steps_equal_the_calls(name, impl):
     case, steps = small(name), 1000 if impl == "fused" else 300  # PyTorch's calls take the host ten times as long
     on_card, on_host = batches(case, "cuda"), batches(case, "cpu")
-    calls = step_for(case, steps, capture=False, impl=impl)
-    captured = step_for(case, steps, impl=impl)
+    optimizer = replace(SETTINGS, algorithm=PRESETS[name]().optimizer.algorithm)
+    calls = step_for(case, steps, capture=False, impl=impl, optimizer=optimizer)
+    captured = step_for(case, steps, impl=impl, optimizer=optimizer)
     torch.manual_seed(7)
     for i in range(steps):
         calls(on_card[i % 5])

@@ -199,13 +199,36 @@ def test_capture_and_warm_up_leave_the_first_step_first():
     assert len(step.metrics()) == 1
 
 
-def test_no_fill_beyond_the_named_ones():
+@pytest.mark.parametrize("own", [False, True])
+def test_no_fill_beyond_the_named_ones(own):
     recorder = Recorder()
-    step = TrainStep(build_stranger(), stranger_loss, capture=recorder, precision="bf16")
+    model, loss = (build(LANGUAGE, impl="reference", seed=3), None) if own else (build_stranger(), stranger_loss)
+    step = TrainStep(model, loss, capture=recorder, precision="bf16")
     step(language_batch())
     fills = {name for name in recorder.operations if any(word in name for word in ("zero", "fill", "ones", "full"))}
-    # masked_fill and embedding's gradient are the model's own
-    assert fills <= {"aten.masked_fill.Scalar", "aten.embedding_dense_backward.default"}
+    # masks and embedding's gradient are the model's own; a stranger's backward pass starts with a fill
+    named = {"aten.masked_fill.Scalar", "aten.full_like.default", "aten.ones.default"}
+    named |= {"aten.embedding_dense_backward.default"}
+    assert fills <= named | (set() if own else {"aten.ones_like.default"})
+    assert own or "aten.ones_like.default" in fills
+
+
+def test_a_stranger_may_write_to_the_gradient_of_its_loss():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.mul_(2)
+
+    settings = OptimizerConfig(lr=1e-30, floor=0.0, clip=0.0)
+    step = TrainStep(build_stranger(), lambda model, batch: Doubled.apply(stranger_loss(model, batch)), settings)
+    for _ in range(3):
+        step(language_batch())
+    norms = [m.norm for m in step.metrics()]
+    assert norms[0] == norms[1] == norms[2]
 
 
 def test_a_buffer_that_the_model_writes_is_refused_in_bf16():

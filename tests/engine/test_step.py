@@ -192,6 +192,7 @@ def test_the_users_product_precision_is_left_alone():
         (lambda: strange_step(precision="bf61"), "unknown precision 'bf61'; did you mean bf16"),
         (lambda: strange_step(capture=True), "capture=False"),
         (lambda: strange_step(accumulate=0), "accumulate"),
+        (lambda: strange_step(compile="fastest"), r"torch\.compile: Unrecognized mode=fastest"),
         (lambda: TrainStep(nn.Linear(2, 2)), r"no method loss\(batch, dropout\)"),
     ],
 )
@@ -223,6 +224,15 @@ def test_a_loss_that_is_no_scalar(capture):
         step(language_batch())
     assert torch.equal(before, step.flat.masters)
     assert step.taken == 0
+
+
+@pytest.mark.parametrize("capture", [False, Recorder()])
+def test_a_loss_that_nothing_can_be_learned_from(capture):
+    for loss in (lambda model, batch: stranger_loss(model, batch).detach(), lambda model, batch: torch.tensor(1.0)):
+        step = TrainStep(stranger(), loss, precision="fp32", capture=capture)
+        with pytest.raises(ConfigError, match="the loss has no gradient: it was detached"):
+            step(language_batch())
+        assert step.taken == 0
 
 
 def batch_names(batch):

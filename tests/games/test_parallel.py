@@ -80,11 +80,12 @@ def test_leaving_early_ends_the_processes():
 
 
 INTERRUPTED = """
-import sys
+import signal
 from ridgeline.games.parallel import run_parallel
 from games.test_parallel import work
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
     print("starting", flush=True)
     try:
         for result in run_parallel(work, [("hang", 1)] * 2, processes=2, timeout=60):

@@ -37,7 +37,20 @@ def test_ceilings_come_back_as_they_were_kept_one_entry_a_card() -> None:
     assert set(json.loads(ceilings_file().read_text())) == {"NVIDIA H200", "Tesla T4"}
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"NVIDIA H200": 3}', '{"NVIDIA H200": {"speed": 1}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"NVIDIA H200": 3}',
+        '{"NVIDIA H200": {"speed": 1}}',
+        '{"NVIDIA H200": {"card": "NVIDIA H200", "copy_bytes_per_s": "fast"}}',
+        '{"NVIDIA H200": {"card": "NVIDIA H200", "copy_bytes_per_s": 0}}',
+        '{"NVIDIA H200": {"card": "NVIDIA H200", "copy_bytes_per_s": 4e12, "products": [1]}}',
+        '{"NVIDIA H200": {"card": "NVIDIA H200", "copy_bytes_per_s": 4e12, "products": {"bf16": -1}}}',
+        '{"NVIDIA H200": {"card": "NVIDIA H200", "copy_bytes_per_s": 4e12, "launch_s": NaN}}',
+    ],
+)
 def test_a_broken_file_is_an_error_that_names_it(content: str) -> None:
     ceilings_file().parent.mkdir(parents=True)
     ceilings_file().write_text(content)

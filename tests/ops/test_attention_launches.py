@@ -36,7 +36,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(hopper.cuda, "load", recorder.load)
     monkeypatch.setattr(hopper.cuda, "tensor_map", lambda *_, **__: b"")
-    monkeypatch.setattr(hopper, "processors", lambda _: PROCESSORS)
+    for module in (short, plain):
+        monkeypatch.setattr(module, "processors", lambda _: PROCESSORS)
     return recorder
 
 

@@ -1,11 +1,13 @@
 """The Triton masks are the specification's, bit for bit; the specification's masks have the promised frequency."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from error_budget import DEVICE, DTYPES
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops.dropout import DropoutState, available, dropout, hidden_keep, quantise
+from ridgeline.ops.dropout import DropoutState, available, dropout, hidden_keep, quantise, reference
 from ridgeline.ops.dropout.reference import stream_keys
 
 SEEDS = [(0, 0, 0), (2**40 + 12345, 7, 3), (-1, 2**33 + 5, 1000)]  # seed, step, sample offset
@@ -67,6 +69,37 @@ def test_every_bit_of_what_a_mask_belongs_to_counts() -> None:
     found += [keys(seed, step, site, stream ^ (1 << bit)) for bit in range(32)]
     for half in zip(*found, strict=True):
         assert len(set(half)) == len(found)
+
+
+def correlations(words: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    """Correlations of the 15-bit numbers in random words, over eight keys of 2^16 counters, in standard errors."""
+    counter, drawn = torch.arange(1 << 16), []
+    for seed in range(8):
+        keys = stream_keys(torch.tensor([seed, 3]), 1, torch.tensor(7))
+        drawn.append(reference._lanes(*words(counter, *keys)).double())
+    x_KNL = torch.stack(drawn)
+    x_KNL = (x_KNL - x_KNL.mean(1, keepdim=True)) / x_KNL.std(1, keepdim=True)
+    between_LL = torch.einsum("knl,knm->lm", x_KNL, x_KNL) / (len(drawn) * len(counter)) ** 0.5
+    found = {f"lanes {a} and {b}": float(between_LL[a, b]) for a in range(4) for b in range(a)}
+    flat_KM = x_KNL.flatten(1)
+    for lag in (1, 2, 3, 4, 8, 16, 64, 256, 1024, 4096, 16384):
+        products = flat_KM[:, :-lag] * flat_KM[:, lag:]
+        found[f"{lag} apart"] = float(products.sum() / products.numel() ** 0.5)
+    return found
+
+
+def test_numbers_of_a_counter_and_of_its_neighbours_are_not_correlated() -> None:
+    assert {name: errors for name, errors in correlations(reference.random_words).items() if abs(errors) > 5} == {}
+
+
+def test_without_the_rotation_neighbouring_numbers_are_correlated() -> None:
+    def unrotated(counter: torch.Tensor, key_0: torch.Tensor, key_1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        high, low = reference._multiply((counter ^ key_0) & reference.MASK32, reference.MULTIPLIER_0)
+        middle = high ^ low ^ key_1
+        high, low = reference._multiply(middle, reference.MULTIPLIER_1)
+        return high ^ low, (middle + low) & reference.MASK32
+
+    assert max(map(abs, correlations(unrotated).values())) > 30
 
 
 def test_frequency() -> None:

@@ -69,9 +69,9 @@ def test_gelu_in_half_precision_keeps_nan(compile_host: Callable[..., ctypes.CDL
         stationary.defines(512, Form(torch.float16, bias=True, gelu="exact", slope=True)),
         stationary.defines(512, Form(bias=True, residual=True, dropout=True)),
         stationary.defines(512, Form(transposed_b=True, factor=True)),
-        stationary.defines(256, Form(transposed_b=True, factor=True), cluster=2),
+        stationary.defines(256, Form(transposed_b=True, factor=True)),
     ],
-    ids=["bias", "gelu", "gelu-fp16", "residual", "factor", "small-factor-pairs"],
+    ids=["bias", "gelu", "gelu-fp16", "residual", "factor", "small-factor"],
 )
 def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
     macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -80,17 +80,18 @@ class Case:
     clusters: int = 1
     seed: int = 0
     late: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
         return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}"
 
 
-def normal(*shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    return (torch.randn(shape) * scale + shift).bfloat16()
+def normal(case: Case, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    return (torch.randn(shape) * scale + shift).to(case.dtype)
 
 
-def unwritten(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.full(shape, float("nan")).to(dtype)
+def unwritten(case: Case, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.full(shape, float("nan")).to(dtype or case.dtype)
 
 
 @dataclass
@@ -175,11 +176,15 @@ def close(name: str, got: Tensor, expected: Tensor, tolerance: float = 3e-3) -> 
 def check_join(case: Case, build: Build, branch: Tensor) -> None:
     """Run a forward kernel; `branch` is the product before its bias, which ends `lead`'s first two."""
     N, C = case.N, case.C
-    bias = normal(C) if case.bias else None
+    bias = normal(case, C) if case.bias else None
     build.lead.insert(1, bias)
-    weight, shift = normal(C, scale=0.2, shift=1.0), normal(C) if case.bias and not case.rms else None
-    residual = normal(N, C) if case.residual else None
-    r, h, mean, rstd = unwritten(N, C), unwritten(N, C), *(unwritten(N, dtype=torch.float32) for _ in range(2))
+    weight, shift = normal(case, C, scale=0.2, shift=1.0), normal(case, C) if case.bias and not case.rms else None
+    residual = normal(case, N, C) if case.residual else None
+    r, h, mean, rstd = (
+        unwritten(case, N, C),
+        unwritten(case, N, C),
+        *(unwritten(case, N, dtype=torch.float32) for _ in range(2)),
+    )
     kind: NormKind = "rmsnorm" if case.rms else "layernorm"
     statistics = None if case.rms else mean, rstd
     join = kernels.Join(kind, EPS, weight, shift, bias, residual, r, h, *statistics, masks(case))
@@ -200,15 +205,15 @@ def check_join(case: Case, build: Build, branch: Tensor) -> None:
 def check_gradient(case: Case, build: Build, dh: Tensor) -> None:
     """Run a backward kernel; `dh` is the gradient that the product makes."""
     N, C = case.N, case.C
-    weight = normal(C, scale=0.2, shift=1.0)
-    r, dresidual = normal(N, C, shift=0.3), normal(N, C) if case.residual else None
+    weight = normal(case, C, scale=0.2, shift=1.0)
+    r, dresidual = normal(case, N, C, shift=0.3), normal(case, N, C) if case.residual else None
     mean = None if case.rms else r.float().mean(1)
     centred = r.float() if mean is None else r.float() - mean[:, None]
     rstd = (centred.square().mean(1) + EPS).rsqrt()
-    dr, dbranch = unwritten(N, C), unwritten(N, C) if case.p else None
+    dr, dbranch = unwritten(case, N, C), unwritten(case, N, C) if case.p else None
     shift = case.bias and not case.rms
     sums = 1 + shift + case.bias
-    partials = unwritten(kernels.partial_rows(N, build.config), sums * C + 4, dtype=torch.float32)
+    partials = unwritten(case, kernels.partial_rows(N, build.config), sums * C + 4, dtype=torch.float32)
     join = kernels.JoinGradient(
         "rmsnorm" if case.rms else "layernorm", weight, r, mean, rstd, dresidual, dr, dbranch, partials, shift,
         case.bias, masks(case),
@@ -244,6 +249,9 @@ CASES = [
     Case("mlp_backward", 100, 256, 320, Config(2), tanh=True, seed=10, late=True),
     Case("mlp_backward", 300, 128, 128, Config(1), rms=True, bias=False, seed=11, late=True),
     Case("mlp_backward", 200, 128, 256, Config(2), p=0.3, seed=12),
+    Case("mlp_forward", 100, 128, 256, Config(2), seed=13, dtype=torch.float16),
+    Case("mlp_backward", 100, 128, 256, Config(2), seed=14, late=True, dtype=torch.float16),
+    Case("project_forward", 100, 128, 72, Config(), seed=15, late=True, dtype=torch.float16),
 ]  # fmt: skip
 
 
@@ -251,7 +259,7 @@ CASES = [
 def test_whole_kernel_matches_float64(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(case.seed)
     config = kernels.fitted(case.part, case.C, case.config, case.inner)
-    build = Build(tmp_path, config, kernels.tile_macros(case.C, torch.bfloat16, config), [], [])
+    build = Build(tmp_path, config, kernels.tile_macros(case.C, case.dtype, config), [], [])
     if case.part.startswith("project"):
         check_projection(case, build)
     else:
@@ -261,7 +269,7 @@ def test_whole_kernel_matches_float64(case: Case, tmp_path: Path) -> None:
 def check_projection(case: Case, build: Build) -> None:
     N, C, K = case.N, case.C, case.inner
     forward = case.part == "project_forward"
-    x, weight = normal(N, K), normal(*(C, K) if forward else (K, C), scale=K**-0.5)
+    x, weight = normal(case, N, K), normal(case, *(C, K) if forward else (K, C), scale=K**-0.5)
     product = x.double() @ (weight.double().t() if forward else weight.double())
     build.macros["BACKWARD"] = int(not forward)
     build.maps = [rows_map(x, 128), owned_map(weight) if forward else rows_map(weight, 64)]
@@ -271,10 +279,10 @@ def check_projection(case: Case, build: Build) -> None:
 def check_mlp(case: Case, build: Build) -> None:
     N, C, F, config = case.N, case.C, case.inner, build.config
     build.macros |= {"GELU_TANH": int(case.tanh), "UP_BIAS": int(case.bias)}
-    up, down = normal(F, C, scale=C**-0.5), normal(C, F, scale=F**-0.5)
-    kept = unwritten(*kernels.kept_shape(N, F), dtype=torch.float16)
+    up, down = normal(case, F, C, scale=C**-0.5), normal(case, C, F, scale=F**-0.5)
+    kept = unwritten(case, *kernels.kept_shape(N, F), dtype=torch.float16)
     if case.part == "mlp_forward":
-        h, bias, got_a = normal(N, C), normal(F) if case.bias else None, unwritten(N, F)
+        h, bias, got_a = normal(case, N, C), normal(case, F) if case.bias else None, unwritten(case, N, F)
         a, slope = gelu(case, functional.linear(h.double(), up.double(), None if bias is None else bias.double()))
         build.maps = [rows_map(h, 64), rows_map(up, 128), owned_map(down), rows_map(got_a, 16, 32)]
         build.lead = [bias, kept]
@@ -282,11 +290,11 @@ def check_mlp(case: Case, build: Build) -> None:
         close("a", got_a, a)
         close("kept", kernels.unkeep(kept, N, F), slope, 1e-3)
         return
-    dz, slope = normal(N, C), gelu(case, normal(N, F).double())[1].half()
+    dz, slope = normal(case, N, C), gelu(case, normal(case, N, F).double())[1].half()
     kernels.keep(slope, kept)
     du = (dz.double() @ down.double()) * slope.double()
-    got_du = unwritten(N, F)
-    sums = unwritten(kernels.inner_partial_rows(N, config), F, dtype=torch.float32) if case.bias else None
+    got_du = unwritten(case, N, F)
+    sums = unwritten(case, kernels.inner_partial_rows(N, config), F, dtype=torch.float32) if case.bias else None
     build.maps = [*(rows_map(x, 64) for x in (dz, up, down)), rows_map(got_du, 16, 32)]
     build.lead = [kept, sums]
     check_gradient(case, build, du @ up.double())

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops.policy_heads import HeadWeights, hopper, policy_heads
+from ridgeline.ops.policy_heads import HeadWeights, available, hopper, policy_heads
 from ridgeline.ops.policy_heads.layout import HeadPlace, Layout, layout
 
 HAL = layout(512, ((256, 9), (260, 37), (279, 6)), hopper.STEP)
@@ -151,7 +151,7 @@ def test_heads_that_do_not_fit_are_refused_in_words() -> None:
     assert "up to 320" in str(hopper.unfit(wide, torch.bfloat16))
     assert "classes and heard logits" in str(hopper.unfit(chatty, torch.bfloat16))
     assert "float32" in str(hopper.unfit(HAL, torch.float32))
-    assert "CUDA device" in str(hopper.unsupported(HAL, torch.device("cpu"), torch.bfloat16))
+    assert "CUDA device" in str(available("cuda", torch.device("cpu")))
 
 
 @pytest.mark.gpu

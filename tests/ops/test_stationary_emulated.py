@@ -24,7 +24,6 @@ class Case:
     units: int = 2
     seed: int = 0
     late: bool = False
-    cluster: int = 1
 
 
 CASES = [
@@ -33,10 +32,10 @@ CASES = [
     Case(200, 130, 512, "bias", units=1, seed=3, late=True),
     Case(390, 128, 256, "plain", transposed_b=True, units=1, seed=4),
     Case(450, 264, 136, "factor", units=1, seed=5),
-    Case(300, 400, 200, "gelu", units=2, seed=6, cluster=2),
+    Case(300, 400, 200, "gelu", units=2, seed=6),
     Case(450, 132, 136, "residual", units=2, seed=8, late=True),
     Case(41, 136, 40, "bias", units=6, seed=9),
-    Case(330, 264, 136, "factor", transposed_b=True, units=1, seed=7, late=True, cluster=2),
+    Case(330, 264, 136, "factor", transposed_b=True, units=1, seed=7, late=True),
 ]
 
 
@@ -50,15 +49,15 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     bias = torch.randn(N).bfloat16()
     out = aligned(M, N).fill_(float("nan"))
     c, slope = beside(form, M, N)
-    schedule, slots = scheduled(-(-M // stationary.TILE), -(-N // (stationary.COLUMNS * case.cluster)), case.units)
+    schedule, slots = scheduled(-(-M // stationary.TILE), -(-N // stationary.COLUMNS), case.units)
     sums = torch.zeros(slots, N)
-    maps = emulation.maps((a, (64 // case.cluster, 64)), *((x, (64, 64)) for x in (b, c, out, slope)))
+    maps = emulation.maps(*((x, (64, 64)) for x in (a, b, c, out, slope)))
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-    macros = stationary.defines(K, form, case.cluster)
-    fault = emulation.compile(source("stationary", ", CLUSTER"), macros, stationary.SOURCE.parent)(
+    macros = stationary.defines(K, form)
+    fault = emulation.compile(source("stationary"), macros, stationary.SOURCE.parent)(
         ctypes.byref(maps), pointer(schedule), schedule.shape[1], pointer(bias), pointer(sums), pointer(seed_step),
-        numbers, scale, len(schedule) * case.cluster, case.seed, int(case.late),
+        numbers, scale, len(schedule), case.seed, int(case.late),
     )  # fmt: skip
     assert fault is None
     right, right_slope = expected(form, a, b, bias, c)

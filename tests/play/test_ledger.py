@@ -38,3 +38,23 @@ def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
         Ledger(tmp_path)
     with pytest.raises(RidgelineError, match="cannot write"):  # before a game is played for it
         Ledger(tmp_path / "nowhere" / "games.jsonl")
+
+
+def test_two_processes_keep_games_in_one_file(tmp_path):
+    """Each opened it before the other wrote."""
+    games = [GameResult(seed=s, level=0, dealt=2, taken=1, knockout=0, steps=5) for s in range(6)]
+    file = tmp_path / "games.jsonl"
+    one, two = Ledger(file), Ledger(file)
+    for game in games[:4]:
+        (one if game.seed % 2 else two).add({}, game)
+    file.write_bytes(file.read_bytes() + b'{"seed": 9')  # a third one was killed
+    one.add({}, games[4])
+    two.add({}, games[5])
+    assert Ledger(file).find({}, 0, range(10)) == dict(enumerate(games))
+    assert two.find({}, 0, range(10)) == dict(enumerate(games))
+    file.unlink()
+    one.add({}, games[0])
+    assert Ledger(file).find({}, 0, range(10)) == {0: games[0]}
+    file.write_text("a letter\n" * 1000)
+    with pytest.raises(RidgelineError, match=r"line 2 of .* is no game"):
+        one.add({}, games[1])

@@ -16,6 +16,7 @@ from ridgeline.errors import (
     CheckpointError,
     ConfigError,
     MissingExtraError,
+    OutOfMemoryError,
     UnsupportedError,
     WorkerError,
 )
@@ -275,6 +276,19 @@ def test_a_dead_process_is_an_error():
         evaluate(dying_player, 2)
 
 
+def greedy_player():
+    class Greedy(Standin):
+        def act(self, batch, at_B, **settings):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    return player(Greedy())
+
+
+def test_a_card_without_memory_for_another_process_is_one_sentence():
+    with pytest.raises(OutOfMemoryError, match="not enough memory; let fewer processes play at a time"):
+        evaluate(greedy_player, 1)
+
+
 def hanging_player():
     class Hanging(Standin):
         def act(self, batch, at_B, **settings):
@@ -372,14 +386,15 @@ def test_a_rolling_cache_is_asked_for_and_needs_no_learned_positions(trained, tm
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("cache", ["none", "exact"])
-def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache):
+def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache, temperature):
     path, _, _ = trained
     shorten(monkeypatch, 40)
     games = []
     for capture in (False, True):
         monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
-        games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=0.0))
+        games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=temperature))
     assert games[0] == games[1]
 
 

@@ -8,6 +8,7 @@ from ridgeline.models import build
 from ridgeline.presets import (
     PRESETS,
     boxing,
+    boxing_fast,
     fast_c256,
     gpt2_124m,
     gpt2_c256,
@@ -36,6 +37,7 @@ def parameters(config):
         (hal_20m(shoulder=True, tables=RELEASED_TABLES), 19_983_347),
         (hal_5m(), 5_309_641),
         (boxing(), 430_029),
+        (boxing_fast(), 430_029),
     ],
 )
 def test_parameter_counts(config, count):

@@ -8,6 +8,7 @@ from typing import Any
 from report import samples
 from ridgeline.records import ContenderResult, Record, WorkloadInfo
 from ridgeline.report import docs, played
+from ridgeline.report.page import chapters
 
 
 def race(level: int = 0, cache: str = "exact", names: tuple[str, ...] = ("a:best", "b:compile")) -> Record:
@@ -40,6 +41,13 @@ def test_a_race_is_a_table_a_setting_of_the_games():
     assert first.count("| `") == 4
     assert second.startswith("3, ")
     assert played.race([samples.ladder()]) == played.MISSING
+
+
+def test_races_in_a_report_are_told_apart_by_their_games():
+    records = [race(3, "rolling"), samples.race()]
+    titles = [chapter.title for chapter in chapters(records)]
+    assert "Race: boxing, 60 s of training, level 3, cache rolling" in titles
+    assert "Race: boxing, batch 64 × 64, bf16" in titles  # without a setting there is nothing else to say
 
 
 def test_crossings_and_picture_are_those_of_the_whole_race(tmp_path):

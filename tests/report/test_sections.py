@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from report import samples
 from ridgeline.errors import ConfigError
-from ridgeline.report.page import chapters, circumstances
+from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, rungs_of, timed
 from ridgeline.report.series import curve_sections, roofline_section, short
@@ -86,7 +87,9 @@ def test_columns_without_a_number_are_left_out():
     bare = [replace(c, overlap=None, first_step_s=None) for c in samples.smaller().contenders]
     section = next(bench_sections(replace(samples.smaller(), contenders=bare), 0))
     assert {"overlap", "first step s"}.isdisjoint(section.table.headers)
-    assert {"MFU", "TB/s", "of bandwidth"} <= set(section.table.headers)
+    assert {"MFU", "TB/s"} <= set(section.table.headers)
+    rates = [row[section.table.headers.index("TB/s")].text for row in section.table.rows]
+    assert all(re.fullmatch(r"\d+\.\d\d \(\d+%\)", text) for text in rates)
     assert all(len(row) == len(section.table.headers) for row in section.table.rows)
 
 
@@ -121,6 +124,21 @@ def test_sweeps_over_batch_and_cards():
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
 
 
+def test_numbers_of_cards_in_one_record_are_a_sweep():
+    base = samples.smaller()
+    one = [replace(c, group=0, gpus=1) for c in base.contenders]
+    two = [replace(c, group=1, gpus=2, tokens_per_s=2 * c.tokens_per_s) for c in base.contenders if c.tokens_per_s]
+    record = replace(base, gpus=2, contenders=[*one, *two])
+    parts = record.parts()
+    (sweep,) = sweeps(parts)
+    assert (sweep.kind.name, list(sweep.members)) == ("cards", [1, 2])
+    assert table_of(sweep_section(sweep, parts, 0))["best"] == ["9.93 M", "19.9 M"]
+    text = build_page([record])
+    assert text == build_page(parts)
+    assert "Tokens/s over the cards" in text
+    assert ", 2 cards" in text
+
+
 def test_a_roofline_needs_rates_and_a_known_card():
     record = samples.explained()
     assert roofline_section(record, 0) is not None
@@ -142,6 +160,22 @@ def test_curves_are_drawn_over_steps_and_seconds_and_rows_are_tables():
     assert rows == [["gpt2-c256", "4.84 M", "1.61"]]
     (strength,) = curve_sections(samples.race(), 0)
     assert strength.title == "Strength: boxing"
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_legend_stays_on_the_page(narrow):
+    """Long names take fewer columns; a change of the first line's model is named without the model."""
+    names = ["shakespeare-fast", *(f"shakespeare-fast+optimizer.algorithm=adamw+optimizer.lr={n}" for n in range(4))]
+    curves = [{"figure": "loss", "name": name, "x": [1, 2], "y": [2.0, 1.0]} for name in names]
+    (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
+    figure = section.chart(LIGHT, narrow)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        names[0], *(name.removeprefix(names[0]) for name in names[1:])
+    ]  # fmt: skip
+    box = legend.get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_a_figure_beneath_another():
@@ -195,3 +229,11 @@ def test_a_narrow_legend_stays_in_its_drawing_and_lanes_have_a_colour_of_their_o
         assert legend.get_window_extent().x1 <= figure.bbox.x1
         colours = [handle.get_facecolor() for handle in legend.legend_handles]
         assert len(set(colours)) == len(colours) == 4
+
+
+def test_lines_without_a_name_are_drawn_without_a_legend():
+    pytest.importorskip("matplotlib")
+    from ridgeline.report.draw import Line, lines
+
+    figure = lines([Line(label="", x=[0, 1], y=[2, 1])], "step", "loss")(LIGHT, False)
+    assert not figure.legends

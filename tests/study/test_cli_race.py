@@ -45,7 +45,7 @@ def test_a_race_prints_what_its_record_holds(capsys):
         ("", "name a study first: ridgeline study race|"),
         ("rac", "unknown study 'rac'; did you mean race"),
         ("race", "CONTENDERS is missing"),
-        ("race boxin", "unknown preset 'boxin'; did you mean boxing?"),
+        ("race boxin", "unknown preset 'boxin'; did you mean boxing"),
         ("race boxing:bst", "unknown engine 'bst'"),
         ("race boxing --games 0", "games must be at least 1, got 0"),
         ("race boxing --level 9", "boxing has the levels 0, 1, 2, 3, got 9"),

@@ -15,7 +15,7 @@ from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import compare as module
 from ridgeline.study.compare import Standing, compare, difference, sooner, tune
-from ridgeline.study.contenders import device_of, distinct, same_recipe, single_changes
+from ridgeline.study.contenders import device_of, distinct, same_recipe, single_changes, spread
 from ridgeline.study.pace import Pace
 from ridgeline.study.runs import Point, Run, run_once
 from ridgeline.train.settings import read_toml
@@ -83,6 +83,19 @@ def test_a_card_without_a_number_is_the_first(monkeypatch: pytest.MonkeyPatch) -
     assert taken == [0, 1]
 
 
+def test_contenders_are_dealt_out_over_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card for each in turn; on which one it is trained makes it no other comparison."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    configs = {name: dataclasses.replace(find_config(SMALL), device="cuda") for name in "abc"}
+    dealt = spread(configs, 2)
+    assert [config.device for config in dealt.values()] == ["cuda:0", "cuda:1", "cuda:0"]
+    one, other = (module._describe(module.Plan(configs=each, rates=())) for each in (configs, dealt))
+    assert one == other
+    assert spread(configs, 1) == configs
+    with pytest.raises(ConfigError, match="at most the number of cards"):
+        spread(configs, 3)
+
+
 def test_tuning_goes_on_while_the_best_is_at_an_end() -> None:
     losses = {1.0: 3.0, 2.0: 2.0, 4.0: 1.5, 8.0: 1.8}
     rate, tried = tune((1.0, 2.0), lambda rate: run(losses[rate]))
@@ -145,6 +158,8 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert record.kind == "study"
     assert isinstance(record.curves, list)
     assert [curve["x"] for curve in record.curves if curve["name"] == SMALL] == [[3, 6]]
+    runs = next(curve for curve in record.curves if curve["figure"] == "runs")["rows"]
+    assert [(row["seed"], row["at_the_end"] == row["val_loss"][-1]) for row in runs[:2]] == [(0, True), (1, True)]
     told = next(curve for curve in record.curves if curve["figure"] == "standings")["rows"][1]["difference"]
     assert told.startswith(f"{said['contenders'][1]['difference']['mean']:+.4f} (")
     assert told.endswith(" the spread")
@@ -172,7 +187,10 @@ def test_whole_recipes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     run = read_toml(next((tmp_path / "out").rglob("lr-0.02-seed-1/config.toml")))
     assert (run["batch"], run["stages"]) == (4, [[0.5, 2, 8]])
     assert main([*arguments, "--recipes", "--seeds", "2", "--target", "9"]) == 0
-    assert "until 9 was held" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "until 9 was held" in said
+    assert f" {SMALL[:12]}" in said
+    assert "+batch=4+opt" in said  # a change is named without what it changes, folded and not cut off
     arguments[3] = f"{SMALL}+window.stride=2"
     assert main([*arguments, "--recipes"]) == 2
     assert "different windows" in " ".join(capsys.readouterr().err.split())

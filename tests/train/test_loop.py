@@ -189,7 +189,7 @@ def test_resume_refuses_another_config_and_takes_another_length(config, change):
     done = change(config, batch=8)
     with pytest.raises(CheckpointError, match="batch expected 8, got 4"):
         resume("run", done)
-    with pytest.raises(ConfigError, match="complete at step 12"):
+    with pytest.raises(ConfigError, match="complete at step 12; give it a larger --steps"):
         resume("run")
     assert resume("run", change(config, steps=15)).progress.step == 15
 

@@ -80,6 +80,36 @@ def test_on_a_terminal_it_is_one_line():
     assert stream.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (140, "hal  step 9   10%  loss 3.0000 (smoothed)  val 2.5000  3.6 M tokens/s  MFU 44.9%  2.1 TB/s (44% of the"),
+        (95, "hal  step 9   10%  loss 3.0000 (smoothed)  val 2.5000  3.6 M tokens/s  MFU 44.9%  1:30 left"),
+        (80, "hal  step 9   10%  loss 3.0000  val 2.5000  3.6 M tokens/s  MFU 44.9%  1:30 left"),
+        (70, "hal  step 9   10%  loss 3.0000  val 2.5000  3.6 M tokens/s  1:30 left"),
+        (60, "hal  step 9   10%  loss 3.0000  3.6 M tokens/s  1:30 left"),
+        (40, "hal  step 9   10%  loss 3.0000  3.6 M t…"),
+    ],
+)
+def test_a_narrow_terminal_loses_what_can_be_missed(change, width, line):
+    config = change(preset("hal-20m"), device="cpu", precision="bf16")
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
+    with LiveLine(console, "hal", meter(config, card("h200"))) as live:
+        live.val_loss = 2.5
+        live.update(9, 0.1, 3.0, 3.6e6, 90.0)
+    assert line in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_without_a_terminal_a_line_is_never_broken(monkeypatch):
+    monkeypatch.setattr(metrics, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    with LiveLine(Console(file=stream, width=20), "tiny") as line:
+        line.update(12, 0.25, 3.0, 1_234_567.0, 90.0)
+    assert stream.getvalue() == "tiny  step 12   25%  loss 3.0000 (smoothed)  1.23 M tokens/s  1:30 left\n"
+
+
 def test_numbers_for_people():
     assert [amount(n) for n in (0.5, 999.0, 1500.0, 2.5e6, 3e9, 2e12)] == ["0.5", "999", "1.5 k", "2.5 M", "3 G", "2 T"]
     assert [clock(s) for s in (5.2, 65.0, 3661.0, float("inf"))] == ["0:05", "1:05", "1:01:01", "?"]

@@ -29,6 +29,7 @@ class Case:
         precision: of products and activations.
         plan: what is kept and what is fused.
         accumulation: parts that the batch is cut into.
+        algorithm: of the preset's optimizer; the update is costed as AdamW's, which benchmarks take too.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     precision: Precision
     plan: StoragePlan
     accumulation: int = 1
+    algorithm: str = "adamw"
 
     def __post_init__(self) -> None:
         part_of(self.batch, self.accumulation)
@@ -113,7 +115,8 @@ def check_fits(case: Case, spec: DeviceSpec) -> None:
     if peak <= have:
         return
     most = largest_batch(case, spec)
-    ways = [f"the largest batch that fits is {most}" if most else "not even one window fits"]
+    what, parts_now = ("part", f" in {case.accumulation} parts") if case.accumulation > 1 else ("batch", "")
+    ways = [f"the largest {what} that fits is {most}" if most else "not even one window fits"]
     if 0 < most < case.batch:
         least = -(-case.batch // most)
         parts = next((n for n in range(least, min(case.batch, MOST_PARTS) + 1) if case.batch % n == 0), None)
@@ -129,6 +132,6 @@ def check_fits(case: Case, spec: DeviceSpec) -> None:
     over = peak - have
     more = f"{over / GIB:.1f} GiB" if over > GIB / 10 else f"{max(1, round(over / MIB))} MiB"
     raise ConfigError(
-        f"batch={case.batch} needs {peak / GIB:.1f} GiB on the plan {case.plan.name}, "
+        f"batch={case.batch}{parts_now} needs {peak / GIB:.1f} GiB on the plan {case.plan.name}, "
         f"{more} more than the {have / GIB:.1f} GiB of {spec.name}: {', '.join(ways)}"
     )

@@ -22,7 +22,7 @@ from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.hardware import PRECISIONS, DriverReading, by_driver_name, load_ceilings, read_driver
 from ridgeline.hardware.spec import lacking
 from ridgeline.models import LanguageConfig, ModelConfig
-from ridgeline.models.fused.choices import choose, split_heads
+from ridgeline.models.fused.choices import attention_missing, choose
 from ridgeline.ops import (
     activation,
     attention,
@@ -150,11 +150,9 @@ def choices_of(model: ModelConfig, device: torch.device, dtype: torch.dtype, B: 
     if device.type == "cuda":
         unfused = norm.available("triton", device) or ""
     fused = None if unfused else choose(c, device, dtype, B=B, T=T)
-    probe = split_heads(c, torch.empty(1, T, c.qkv_width, device=device, dtype=dtype))
-    table = torch.empty(T, c.head_dim, device=device, dtype=dtype) if c.positions == "relative" else None
 
     def attending(impl: str) -> str | None:
-        reason = attention.available(impl, *probe, table)
+        reason = attention_missing(impl, c, device, dtype, T)
         return reason or (unfused if impl not in PYTORCHS else None)
 
     def multiplying(impl: str) -> str | None:

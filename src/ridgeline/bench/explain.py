@@ -281,6 +281,7 @@ def preset_case(
         precision=precision,  # type: ignore[arg-type]
         plan=default_plan(spec) if plan is None else check_plan(find_plan(plan), spec),
         accumulation=parts,
+        algorithm=config.optimizer.algorithm,
     )
 
 

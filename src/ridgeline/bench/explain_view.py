@@ -80,6 +80,10 @@ def _step(result: ExplainResult) -> list[str]:
         lines.append(
             f"       {result.cached} of {runs} op runs work on less than the level-2 cache and may beat their floor"
         )
+    if case.algorithm != "adamw":
+        lines.append(
+            f"update AdamW's, as in bench; {case.name} trains by {case.algorithm}, whose products are not counted"
+        )
     if result.rates.vector is None:
         lines.append("       arithmetic outside products is not counted: the card's fp32 rate could not be verified")
     if result.spec.power_w is not None and result.spec.power_w <= POWER_LIMITED_W:

@@ -80,12 +80,12 @@ def read_goals(file: str | Path) -> list[Goal]:
 
 
 def find_records(folder: str | Path, kinds: Sequence[str] = ("bench",)) -> list[Record]:
-    """Every record of some kinds below a folder, newest first.
+    """Every record of some kinds below a folder, newest first, each number of cards for itself.
 
     Raises:
         RecordError: one of them was edited or is no record.
     """
-    records = [read_record(file) for file in sorted(Path(folder).rglob("*.json"))]
+    records = [part for file in sorted(Path(folder).rglob("*.json")) for part in read_record(file).parts()]
     return sorted((r for r in records if r.kind in kinds), key=lambda r: r.date, reverse=True)
 
 

@@ -31,8 +31,9 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), name)
     for pattern, name in (
         (r"log_?softmax|nll_loss|cross_entropy|log_?sum_?exp|count_valid|mean_loss", "cross_entropy"),
-        (r"(?<![a-z])table_gradient(_kernel)?$|group_gradients", "relative_table"),
+        (r"(?<![a-z])table_gradient(_kernel)?$", "relative_table"),
         (r"flash|fmha|sdpa|scaled_dot_product|attention|attn|softmax|(query|key)_gradient_kernel", "attention"),
+        (r"(?<![a-z_])forward_kernel$|key_parts_kernel|group_gradients", "attention"),
         (r"layer_?norm|rms_?norm|norm_(forward|backward)_kernel|GammaBeta", "norm"),
         (r"gelu", "gelu"),
         (r"embedding|index_put|index_select|indexing_backward|sum_and_scatter|grad_weight|gather_kernel", "embedding"),

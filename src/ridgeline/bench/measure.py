@@ -6,15 +6,17 @@ not say who launched them; of a contender that runs captured, the captured step 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ridgeline.bench.circumstances import git_revision, versions
-from ridgeline.bench.contenders import build_step, find_contender
+from ridgeline.bench.contenders import Contender, build_step, find_contender
 from ridgeline.bench.explain import ExplainResult, explain, preset_case
 from ridgeline.bench.kernel_map import EITHER, UNMAPPED, KernelMap
 from ridgeline.bench.nvml import Clocks, Monitor, course, monitor
@@ -256,6 +258,24 @@ def _under_load(step: Callable[[], object], watch: Monitor, device: torch.device
     return seen
 
 
+def _ready(
+    contender: Contender, work: Workload, data: dict[str, Tensor], device: torch.device, *, capture: bool
+) -> Callable[[], object]:
+    """The contender's warm step on `data`.
+
+    Raises:
+        ConfigError: there is not enough device memory.
+    """
+    try:
+        run = build_step(contender, work, device, capture=capture)
+        warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
+    except torch.OutOfMemoryError as error:
+        card = torch.cuda.get_device_name(device)
+        reason = f"batch={work.batch} does not fit {card} under the engine {contender.name}; make the batch smaller"
+        raise ConfigError(reason) from error
+    return lambda: run(data)
+
+
 def measure_preset(
     preset: str,
     *,
@@ -278,31 +298,24 @@ def measure_preset(
     """
     contender = find_contender(engine)
     explained = _explain_here(preset, batch, context, precision)
-    case, spec = explained.case, explained.spec
+    case = explained.case
     work = Workload(name=preset, model=case.model, batch=case.batch, context=case.context, precision=case.precision)
     device = torch.device("cuda", torch.cuda.current_device())
     data = random_batch(work, device)
     watch = monitor(device)
     before = watch.read() if watch else None
     torch.cuda.reset_peak_memory_stats(device)
-
-    def ready(*, capture: bool) -> Callable[[], object]:
-        run = build_step(contender, work, device, capture=capture)
-        warm_up(lambda: run(data), device, limit_s=WARM_UP_S)
-        return lambda: run(data)
-
-    try:
-        step = ready(capture=True)
-    except torch.OutOfMemoryError as error:
-        reason = f"batch={case.batch} does not fit {spec.name} under the engine {engine}; make the batch smaller"
-        raise ConfigError(reason) from error
+    step = _ready(contender, work, data, device, capture=True)
     timing = summarise(time_steps(step, TIMED_STEPS, device))
     clocks = course(before, _under_load(step, watch, device), watch.read()) if watch and before else None
     peak = torch.cuda.max_memory_allocated(device)
     kernels = read_trace(profile(step, steps))
     used = occupation(kernels)
     if contender.settings.capture:
-        step = ready(capture=False)
+        del step  # its memory first: two steps beside each other may not fit
+        gc.collect()
+        torch.cuda.empty_cache()
+        step = _ready(contender, work, data, device, capture=False)
         kernels = read_trace(profile(step, steps))
     rows, unmapped = tabulate(kernels, explained, steps, case.model)
     return MeasureResult(

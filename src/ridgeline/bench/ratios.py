@@ -67,7 +67,9 @@ def ratio(record: Record, name: str, over: str, group: int | None = None) -> Rat
 
 def gain(record: Record, name: str, over: str) -> Ratio | None:
     """How many times as fast `name` is as `over`: in a group that timed both, else by way of `best`, which every group
-    has: its ratio to each of them is taken in their own groups, so a card that changes in between does no harm."""
+    has: its ratio to each of them is taken in their own groups, so a card that changes in between does no harm. Of a
+    record with several numbers of cards, on the fewest."""
+    record = record.parts()[0]
     direct = ratio(record, name, over)
     if direct is not None or SUBJECT in (name, over):
         return direct
@@ -85,6 +87,10 @@ def baselines(record: Record, group: int | None = None) -> Sequence[ContenderRes
 
 
 def over_pytorch(record: Record, name: str = SUBJECT) -> Ratio | None:
-    """The smallest ratio of `name` to any PyTorch contender, each taken within its group: to the best PyTorch."""
+    """The smallest ratio of `name` to any PyTorch contender, each taken within its group: to the best PyTorch.
+
+    Of a record with several numbers of cards, on the fewest.
+    """
+    record = record.parts()[0]
     found = [ratio(record, name, other.name, other.group) for other in baselines(record)]
     return min((r for r in found if r is not None), key=lambda r: r.value, default=None)

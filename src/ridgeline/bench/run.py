@@ -3,14 +3,14 @@
 A round gives every contender one turn, forwards in even rounds and backwards in odd ones, so that a card that warms
 up or slows down does so under all of them alike. A contender that fails leaves its reason and the others go on. One
 that finds no memory beside the others, or no time, is moved to a further group, which holds the anchors again; ratios
-are taken within a group.
+are taken within a group. Each number of cards has groups of its own.
 """
 
 from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -42,6 +42,7 @@ class _Bench:
     plan: Plan
     watch: Monitor | None
     gpus: int = 1
+    several: bool = False  # numbers of cards, so that results say theirs
     say: Say = lambda text: None
     load: list[Clocks] = field(default_factory=list)
     results: list[ContenderResult] = field(default_factory=list)
@@ -58,7 +59,8 @@ class _Bench:
                 if team.out_of_memory and len(teams) > 1 and team.name not in ANCHORS:
                     crowded.append(team.name)
                 else:
-                    self.results.append(self._result(team, number))
+                    own = self.gpus if self.several else None
+                    self.results.append(replace(self._result(team, number), gpus=own))
             return [*crowded, *late]
         finally:
             for team in teams:
@@ -174,20 +176,23 @@ class _Bench:
         )
 
 
-def check_run(contenders: Sequence[str], device: torch.device, gpus: int) -> list[str]:
-    """The names of contenders that can be measured together on so many cards.
+def check_run(contenders: Sequence[str], device: torch.device, gpus: Sequence[int]) -> list[str]:
+    """The names of contenders that can be measured together on each of these numbers of cards.
 
     Raises:
-        ConfigError: an unknown or repeated contender; none at all.
+        ConfigError: an unknown or repeated contender or number; none at all.
         UnsupportedError: more cards than there are.
     """
     names = [find_contender(name).name for name in contenders]
     if not names or len(set(names)) != len(names):
         raise ConfigError(f"name one or more different contenders, got {', '.join(names) or 'none'}")
-    if gpus < 1:
-        raise ConfigError(f"a run needs at least one card, got {gpus}")
-    if gpus > 1 and device.type == "cuda" and gpus > torch.cuda.device_count():
-        raise UnsupportedError(f"there are {torch.cuda.device_count()} CUDA cards here, and {gpus} were asked for")
+    if not gpus or len(set(gpus)) != len(gpus):
+        raise ConfigError(f"name one or more different numbers of cards, got {', '.join(map(str, gpus)) or 'none'}")
+    if min(gpus) < 1:
+        raise ConfigError(f"a run needs at least one card, got {min(gpus)}")
+    most = max(gpus)
+    if most > 1 and device.type == "cuda" and most > torch.cuda.device_count():
+        raise UnsupportedError(f"there are {torch.cuda.device_count()} CUDA cards here, and {most} were asked for")
     return names
 
 
@@ -197,7 +202,7 @@ def run_bench(
     device: torch.device,
     plan: Plan | None = None,
     *,
-    gpus: int = 1,
+    gpus: Sequence[int] = (1,),
     onto: Record | None = None,
     keep: Callable[[Record], None] = lambda record: None,
     say: Say = lambda text: None,
@@ -209,30 +214,42 @@ def run_bench(
         contenders: names.
         device: of one card, or the CPU.
         plan: how long; None for the usual one of the device.
-        gpus: cards, or on the CPU processes, that train together.
+        gpus: numbers of cards, or on the CPU processes, that train together; results say theirs if there are several.
         onto: a record of the same workload in the same circumstances, whose groups come first.
         keep: called with the record so far after each group, so that none is lost.
         say: called with what goes on.
 
     Raises:
-        ConfigError: an unknown or repeated contender; none at all; a record to go on with that is of something else.
+        ConfigError: an unknown or repeated contender or number of cards; none at all; a record to go on with that is
+            of something else.
         UnsupportedError: more cards than there are.
     """
     names = check_run(contenders, device, gpus)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", 0)
     watch = monitor(device)
-    bench = _Bench(case, device, plan or (Plan() if device.type == "cuda" else CPU_PLAN), watch, gpus, say)
+    plan = plan or (Plan() if device.type == "cuda" else CPU_PLAN)
+    bench = _Bench(case, device, plan, watch, several=len(gpus) > 1, say=say)
     before = watch.read() if watch else None
-    blank = _blank(case, device, gpus, watch)
+    blank = _blank(case, device, max(gpus), watch)
     if onto is not None:
         _check_alike(onto, blank)
         bench.results += onto.contenders
+    record = blank
+    for number in gpus:
+        bench.gpus = number
+        for _ in _groups(bench, names):
+            record = replace(blank, clocks=_clocks(onto, before, bench.load, watch), contenders=list(bench.results))
+            keep(record)
+    return record
+
+
+def _groups(bench: _Bench, names: Sequence[str]) -> Iterator[None]:
+    """Measures all contenders on as many cards as `bench` has now, and pauses after each group."""
     anchors = [name for name in ANCHORS if name in names]
     others = [name for name in names if name not in anchors]
     groups = [[*anchors, *others]]  # anchors first, while there is memory
     number = 1 + max((result.group for result in bench.results), default=-1)
-    record = blank
     while groups:
         members = groups.pop(0)
         crowded = bench.group(members, number)
@@ -243,9 +260,7 @@ def run_bench(
             groups += [[*anchors, name] for name in crowded]
         elif crowded:
             groups.append(crowded)
-        record = replace(blank, clocks=_clocks(onto, before, bench.load, watch), contenders=list(bench.results))
-        keep(record)
-    return record
+        yield
 
 
 def _clocks(onto: Record | None, before: Clocks | None, load: list[Clocks], watch: Monitor | None) -> dict | None:

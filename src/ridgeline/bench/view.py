@@ -26,10 +26,11 @@ def _cell(value: float | None, scale: float, form: str) -> str:
 
 
 def _line(result: ContenderResult, record: Record) -> str:
+    cards = "" if result.gpus is None else f"{result.gpus:>7}"
     if result.error is not None:
-        return f"{result.name:<30}{result.group:>5}  {result.error}"
+        return f"{result.name:<30}{result.group:>5}{cards}  {result.error}"
     return (
-        f"{result.name:<30}{result.group:>5}"
+        f"{result.name:<30}{result.group:>5}{cards}"
         f"{_cell(result.step_ms, 1, '.3f'):>10}{_cell(result.spread, 100, '.1f'):>7}"
         f"{_cell(result.tokens_per_s, 1e-3, ',.0f'):>11}{_cell(result.windows_per_s, 1, ',.0f'):>11}"
         f"{_cell(result.mfu, 100, '.1f'):>7}{_cell(result.bytes_per_s, 1e-12, '.2f'):>6}"
@@ -49,9 +50,10 @@ def table(record: Record) -> str:
     if during:
         lines.append(f"clock {_range(during['sm_mhz'])} MHz  power {_range(during['power_w'])} W  "
                      f"throttled by: {', '.join(during['throttle']) or 'nothing'}")  # fmt: skip
+    cards = "" if all(result.gpus is None for result in record.contenders) else f"{'cards':>7}"
     lines.append(
-        f"{'contender':<30}{'group':>5}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}{'TB/s':>6}"
-        f"{'mem %':>7}{'floor':>7}{'GiB':>8}{'first s':>9}{'× ref':>8}"
+        f"{'contender':<30}{'group':>5}{cards}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}"
+        f"{'TB/s':>6}{'mem %':>7}{'floor':>7}{'GiB':>8}{'first s':>9}{'× ref':>8}"
     )
     lines += [_line(result, record) for result in record.contenders]
     references = {_reference(record, result.group) for result in record.contenders} - {None}

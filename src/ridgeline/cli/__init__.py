@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever called
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    _write_what_can_be_written()
     try:
         return _answer(arguments)
     except BrokenPipeError:  # whoever read the output has read enough
@@ -63,6 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _drop_output()
         return _refuse("there is no space left where the output goes; free space or send it elsewhere")
+
+
+def _write_what_can_be_written() -> None:
+    """Let an output that is not UTF-8 show "?" for a sign that it lacks, such as × or ≥, and not end the verb."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _answer(arguments: list[str]) -> int:

@@ -42,7 +42,8 @@ class Options:
         context: positions a window.
         precision: bf16, fp16, tf32 or fp32; without it bf16 where the card has it.
         vary: one record for each value, doubling: context=128:2048 (positions a step are kept) or batch=32:512.
-        gpus: numbers of cards that train together, each with the batch: 1,2,4; one record for each.
+        gpus: numbers of cards that train together, each with the batch: 1,2,4; one record holds all, each
+            number in groups of its own.
         device: cpu, cuda or cuda:N.
         rounds: turns of each contender, an even number.
         steps: timed steps of a turn, at least.
@@ -114,19 +115,17 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError("--gpus counts CUDA cards, and the device is the CPU; leave it out")
     cases, plan = _cases(options, device), _plan(options, device)
     names = options.contenders.split(",") if options.contenders else usual_contenders(cases[0], device)
-    for gpus in counts:
-        check_run(names, device, gpus)
+    check_run(names, device, counts)
     onto = None if options.append is None else read_record(options.append)
     if onto is not None and len(cases) * len(counts) > 1:
         raise ConfigError("--append goes on with one record; leave out --vary and name one number of --gpus")
     files, records = [], []
-    for gpus in counts:
-        for case in cases:
-            file, record = _measure(case, names, device, plan, gpus, options, onto)
-            files.append(file)
-            records.append(record)
-            if not options.json:
-                print(table(record), f"→ {file}\n", sep="\n", flush=True)
+    for case in cases:
+        file, record = _measure(case, names, device, plan, counts, options, onto)
+        files.append(file)
+        records.append(record)
+        if not options.json:
+            print(table(record), f"→ {file}\n", sep="\n", flush=True)
     if options.json:
         print(
             json.dumps({"files": [str(file) for file in files], "records": [to_json(r) for r in records]}), flush=True
@@ -139,7 +138,7 @@ def _measure(
     names: Sequence[str],
     device: torch.device,
     plan: Plan,
-    gpus: int,
+    gpus: Sequence[int],
     options: Options,
     onto: Record | None,
 ) -> tuple[Path, Record]:

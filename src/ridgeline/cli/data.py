@@ -24,6 +24,7 @@ OWN = {  # what each kind of source listens to, beside SHARED
     "melee": {"folder", "processes", "buttons", "shoulder", "character", "stage", "min_version"},
 }
 TEXT = {"kind"}
+PLAYED = ("first_seed", "expert", "levels")  # what counts only where games are played
 TOLD = 20  # refused replays that are named
 
 
@@ -98,7 +99,8 @@ def _check(options: Options) -> None:
     """Refuse options that the source does not listen to."""
     known = SHARED | OWN.get(options.source, TEXT)
     given = [field.name for field in fields(options) if field.name not in known]
-    useless = [name for name in given if getattr(options, name) != getattr(Options(source=""), name)]
+    usual = Options(source="")
+    useless = [name for name in given if getattr(options, name) != getattr(usual, name)]
     if useless:
         flag = "FOLDER" if useless[0] == "folder" else f"--{useless[0]}".replace("_", "-")
         raise ConfigError(f"{flag} means nothing to the source {options.source}; leave it out")
@@ -106,6 +108,11 @@ def _check(options: Options) -> None:
         raise ConfigError("melee needs the folder of the replays: ridgeline data melee FOLDER")
     if options.demonstrate is not None and options.file is None:
         raise ConfigError("--demonstrate needs --file, the file of JSON lines (.jsonl) to play the games into")
+    played = [name for name in PLAYED if getattr(options, name) != getattr(usual, name)]
+    if played and options.demonstrate is None:
+        raise ConfigError(
+            f"--{played[0].replace('_', '-')} is of games to be played; add --demonstrate, or leave it out"
+        )
     if options.out is not None:
         shards.check_new(options.out)  # before there is anything to wait for
 

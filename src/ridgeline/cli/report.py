@@ -65,9 +65,8 @@ def run(arguments: Sequence[str]) -> int:
         target.write_text(page, encoding="utf-8")
         images = write_images(records, Path(options.png)) if options.png else []
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or target} cannot be written: {error.strerror}; choose another -o"
-        ) from error
+        where = error.filename or target
+        raise ConfigError(f"{where} cannot be written: {error.strerror}; choose another -o or --png") from error
     said = {"report": str(target), "records": len(records), "bytes": len(page.encode())}
     if options.json:
         print(json.dumps({**said, "images": [str(image) for image in images]}), flush=True)

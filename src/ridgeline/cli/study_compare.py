@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
+from ridgeline.bench.explain_view import amount
 from ridgeline.cli.data import replay_shipped
 from ridgeline.cli.output import Flag, parse
 from ridgeline.data.api import load_dataset
@@ -29,6 +31,7 @@ FACTORS = (0.5, 1.0, 2.0)  # of the first contender's learning rate, where no ra
 QUICK: dict[str, Any] = {"steps": 60, "eval_interval": 20, "batch": 8, "window": {"context": 64}, "eval_windows": 64}
 QUICK_SEEDS = 2
 INTERRUPTED = 130
+NAME_WIDTH = 12  # of a column of contenders at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,18 +167,18 @@ def _settings(options: Options) -> Mapping[str, Any]:
 
 
 def _print(result: Comparison, file: Path) -> None:
-    table = Table(title="held-out loss in nats, mean over seeds ± standard deviation", title_justify="left")
-    for heading in ("contender", "parameters", "rate", "lowest", "at the end", "tokens/s", "against the first"):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    title = "held-out loss in nats, mean over seeds ± standard deviation"
+    table = _table(title, ("weights", "rate", "lowest", "at the end", "tokens/s", "against the first"))
+    first = result.standings[0].name
     for row in rows(result):
         edge = " (edge)" if row["at_edge"] else ""
         table.add_row(
-            row["contender"],
-            f"{row['parameters']:,}",
+            _change(row["contender"], first),
+            amount(row["parameters"]),
             f"{row['learning_rate']:g}{edge}",
             _loss(row["best_loss"], row["best_spread"]),
-            _loss(row["final_loss"], row["final_spread"]),
-            f"{row['tokens_per_s']:,.0f}",
+            f"{row['final_loss']:.4f}",
+            amount(row["tokens_per_s"]),
             _verdict(row.get("difference")),
         )
     console = Console()
@@ -188,15 +191,31 @@ def _print(result: Comparison, file: Path) -> None:
     console.print(f"the record is in {file}", highlight=False)
 
 
+def _table(title: str, headings: Sequence[str]) -> Table:
+    """A table whose first column names contenders, however narrow the terminal is."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("contender", overflow="fold", min_width=NAME_WIDTH)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _change(name: str, first: str) -> str:
+    """A contender that is the first one with something changed, by the change alone."""
+    return name.removeprefix(first) if name.startswith(f"{first}+") else name
+
+
 def _held(result: Comparison, target: float) -> Table:
     """Who held the target when."""
-    table = Table(title=f"training seconds until {target:g} was held", title_justify="left")
-    for heading in ("contender", "seeds", "seconds", "later than the first by"):
-        table.add_column(heading, justify="left" if heading == "contender" else "right")
+    title = f"training seconds until {target:g} was held"
+    table = _table(title, ("seeds", "from step", "seconds", "later than the first by"))
+    first = result.standings[0].name
     for row in rows(result):
         seconds = "never by all" if row["target_s"] is None else _loss(row["target_s"], row["target_spread_s"])
         reached = f"{row['reached']} of {result.plan.seeds}"
-        table.add_row(row["contender"], reached, seconds, _verdict(row.get("target_difference_s")))
+        step = "" if row["target_steps"] is None else f"{row['target_steps']:,.0f}"
+        name = _change(row["contender"], first)
+        table.add_row(name, reached, step, seconds, _verdict(row.get("target_difference_s")))
     return table
 
 

@@ -44,9 +44,10 @@ class Replicas:
     Args:
         group: a process group; None for the default one, or for a single process where there is none.
         bucket: elements of fp32 in one all-reduce.
-        overlap: send gradients off while the backward pass goes on, and not after it. On two H200s that gained nothing
-            for the fused blocks (hal-20m 38.57 against 38.61 ms, gpt2-c256 at 512 windows a card 13.03 against 12.92):
-            probably their products, a block on every processor, wait for the few that NCCL's kernels sit on.
+        overlap: send gradients off while the backward pass goes on, and not after it. On two H200s that lost for the
+            fused blocks (hal-20m 38.5 against 37.7 ms): their products have a block on every processor and wait for
+            the few that NCCL's kernels sit on. Copies by the copy engines in NCCL's place, which take none, came to
+            37.7 ms too: the cards are at their power cap, and each alone takes 37.2 ms.
 
     Attributes:
         rank: this process' number.

@@ -62,10 +62,11 @@ class Passes:
         cut: how the batch is cut.
         seed_step: int64[2], seed and step of the dropout masks.
         loss_scale: fp32[1].
+        own: the loss is this package's: nobody else writes to the memory of what it returns, or to its gradient.
 
     Attributes:
         loss: as given.
-        whole: fp32[1], the loss of the last batch where that was one piece; None where its sum is in the lanes' slots.
+        whole: fp32[1], the own loss of a batch in one piece; None where the loss lies in the lanes' slots.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class Passes:
         *,
         seed_step: Tensor,
         loss_scale: Tensor,
+        own: bool = False,
     ) -> None:
         self.loss, self.flat, self.precision, self.cut = loss, flat, precision, cut
         self.seed_step, self.loss_scale = seed_step, loss_scale
         self.mark: Mark = no_mark
         self.whole: Tensor | None = None
-        self._one = one(flat.device)  # the loss's own gradient, not filled anew in every step
+        # the loss's own gradient: for a stranger, who might write to it, it is filled anew in every step
+        self._one = one(flat.device) if own else None
         self._streams: list[torch.cuda.Stream] = []
         if flat.device.type == "cuda":
             self._streams = [torch.cuda.Stream(flat.device) for _ in range(cut.lanes - 1)]
@@ -135,6 +138,11 @@ class Passes:
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
+            if not loss.requires_grad:
+                raise ConfigError(
+                    "the loss has no gradient: it was detached, computed under no_grad, or comes from no weight that "
+                    "trains"
+                )
             target = self._weighted(loss.float().view(()), piece, part, lane)
             return target * self.loss_scale.view(()) if self.precision.scaled else target
 
@@ -142,12 +150,12 @@ class Passes:
         """The loss times its share of the whole batch; adds both to the lane's slots, unless it is all of it."""
         gradients = self.flat.lanes[lane]
         share: Tensor | float = 1.0 / (self.cut.pieces * self.cut.world)
-        if share == 1.0 and self.cut.weight is None:
+        if self._one is not None and share == 1.0 and self.cut.weight is None:
             self.whole = loss.detach().view(1)
             return loss
         if self.cut.weight is not None:
             share = self.cut.weight(piece).float() * share
-        target = loss * share
+        target = loss * share if isinstance(share, Tensor) or share != 1.0 else loss
         with torch.no_grad():
             noted = target.detach().view(1)
             if isinstance(share, Tensor):

@@ -89,7 +89,7 @@ class TrainStep:
         bad_steps: consecutive non-finite steps after which `check` stops the run.
 
     Raises:
-        ConfigError: parameters that cannot be masters, settings that cannot be.
+        ConfigError: parameters that cannot be masters, settings that cannot be, no such mode of torch.compile.
         UnsupportedError: capture without a CUDA device.
     """
 
@@ -141,10 +141,13 @@ class TrainStep:
         self._user_loss = loss
         call = self._call_loss
         if compile is not None:
-            call = torch.compile(self._call_loss, mode=compile, dynamic=False)
+            try:
+                call = torch.compile(self._call_loss, mode=compile, dynamic=False)
+            except RuntimeError as error:
+                raise ConfigError(f"torch.compile: {error}") from error
         self.cut = Cut(accumulate=accumulate, lanes=lanes, rank=rank, world=world, weight=weight)
         device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
-        self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state)
+        self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state, own=loss is None)
         self._capture = choose_capture(capture, self.device)
         self._shapes: dict[tuple[Signature, bool, Source | None], _Prepared] = {}
         self._activations = 0

@@ -227,9 +227,10 @@ _CARDS = (
         name="NVIDIA H200 SXM",
         driver_names=("h200",),
         gb_per_s=4800,
-        memory_gib=141,
-        power_w=None,
-        source=f"{_HOPPER}; NVIDIA's announcement of the H200 for its memory",
+        memory_gib=139.8,
+        l2_mib=60,
+        power_w=700,
+        source=f"{_HOPPER}; memory, cache and power as driver 580 gives them for one",
     ),
     DeviceSpec(
         key="b200",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -48,6 +49,12 @@ class Ceilings:
     driver: str | None = None
     sm_clock_mhz: float | None = None
     torch: str = torch.__version__
+
+    def __post_init__(self) -> None:
+        launch = {} if self.launch_s is None else {"launch_s": self.launch_s}
+        for name, value in {"copy_bytes_per_s": self.copy_bytes_per_s, **self.products, **launch}.items():
+            if not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
 
 
 def ceilings_file() -> Path:

@@ -69,7 +69,8 @@ def block_saved(c: DecoderConfig, T: int, store: Storage, plan: StoragePlan) -> 
     if plan.normalised:
         saved["norm output"] = 2 * c.width * a
     if plan.preactivation:
-        saved["pre-activation"] = c.hidden * a
+        # beside the activation, GELU's derivative serves as well as its input
+        saved["GELU's input or slope" if plan.fused and plan.activation else "pre-activation"] = c.hidden * a
     if plan.activation:
         saved["activation"] = c.hidden * a
     if plan.scores:

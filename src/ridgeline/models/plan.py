@@ -21,7 +21,7 @@ class StoragePlan:
             and ride along otherwise.
         scores: the (B, H, T, T) attention weights stay in memory; otherwise their row sums, and scores are repeated.
         normalised: norm outputs are kept; otherwise recomputed from the residual and its statistics.
-        preactivation: GELU's input is kept; otherwise its product is repeated.
+        preactivation: GELU's input (or, beside its output, its derivative) is kept; otherwise its product is repeated.
         activation: GELU's output is kept; otherwise recomputed from its input.
         masks: dropout masks are kept, a byte an element; otherwise drawn again.
         loss: "plain" as PyTorch has it (fp32 logits), or "fused".

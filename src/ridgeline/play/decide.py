@@ -83,6 +83,7 @@ class Decider:
         self.capture = player.device.type == "cuda" if capture is None else capture
         self.games = games
         self._rows = list(range(games))  # of the batch, one a game that goes on
+        self._places = torch.arange(games, device=player.device)  # the same, on the device
         self._cache: DecoderCache | None = None
         if player.cache != "none":
             rolls = player.cache == "rolling"
@@ -118,6 +119,7 @@ class Decider:
         self.generators = [self.generators[place] for place in places]
         if self.capture:
             self._rows = [self._rows[place] for place in places]
+            self._places = torch.tensor(self._rows, dtype=torch.int64, device=self.player.device)
         elif self._cache is not None:
             self._cache.keep(torch.tensor(places, dtype=torch.int64, device=self.player.device))
 
@@ -164,8 +166,7 @@ class Decider:
         device = self.player.device
         inputs = {name: torch.from_numpy(array).to(device) for name, array in self._static[kind].items()}
         for name, noise_BV in self._noise().items():  # games that have ended get none
-            inputs[name] = noise_BV.new_zeros(self.games, noise_BV.shape[1])
-            inputs[name][self._rows] = noise_BV
+            inputs[name] = noise_BV.new_zeros(self.games, noise_BV.shape[1]).index_copy_(0, self._places, noise_BV)
         if not cached:
             inputs["at"] = torch.full((self.games,), newest, device=device)
         if kind not in self._captured:

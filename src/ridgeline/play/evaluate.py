@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ridgeline import checkpoint
-from ridgeline.errors import ConfigError, WorkerError
+from ridgeline.errors import ConfigError, WorkerError, enough_memory
 from ridgeline.games import game
 from ridgeline.games.env import FIRST_EVALUATION_SEED, check_seeds
 from ridgeline.games.parallel import run_parallel
@@ -218,13 +218,14 @@ def _digest(source: str | Path) -> str:
 def _play(job: Job) -> Iterator[list[GameResult]]:
     """Finished games as they come, and an empty list now and then as a sign of life."""
     torch.set_num_threads(1)
-    player, heard = job.load(), time.monotonic()
-    if player.device.type == "cuda":
-        torch.cuda.set_device(player.device.index or 0)
-    for finished in play_games(player, job.seeds, level=job.level, temperature=job.temperature):
-        if finished or time.monotonic() - heard > HEARTBEAT_SECONDS:
-            heard = time.monotonic()
-            yield finished
+    with enough_memory("let fewer processes play at a time"):
+        player, heard = job.load(), time.monotonic()
+        if player.device.type == "cuda":
+            torch.cuda.set_device(player.device.index or 0)
+        for finished in play_games(player, job.seeds, level=job.level, temperature=job.temperature):
+            if finished or time.monotonic() - heard > HEARTBEAT_SECONDS:
+                heard = time.monotonic()
+                yield finished
 
 
 def _figures(result: GameResult) -> dict[str, int]:

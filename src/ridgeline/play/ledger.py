@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -19,6 +21,8 @@ _RESULT = {field.name for field in fields(GameResult)}
 class Ledger:
     """A file of games. What is in it is read once, at the start; lines are appended and flushed at once.
 
+    Several processes may keep games in one file; each knows those that were there when it last read or wrote.
+
     Args:
         file: made where there is none. A last line that an interruption cut off does not count.
 
@@ -30,6 +34,7 @@ class Ledger:
         self.file = file
         self._games: dict[tuple[str, int, int], GameResult] = {}
         self._length = 0  # of its whole lines, in bytes
+        self._lines = 0
         try:
             there = file.exists()
             content = file.read_bytes() if there else b""
@@ -39,7 +44,11 @@ class Ledger:
             file.open("r+b" if there else "wb").close()
         except OSError as error:
             raise _cannot_write(file, error) from error
-        for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        self._take(content)
+
+    def _take(self, content: bytes) -> None:
+        """Note the games of what follows the lines that are known."""
+        for line in content.splitlines(keepends=True):
             whole = line.endswith(b"\n")
             if not whole and _cut_off(line):
                 break
@@ -47,11 +56,13 @@ class Ledger:
                 values = json.loads(line)
                 result = read(GameResult, {name: values.pop(name) for name in _RESULT & values.keys()})
             except (ValueError, TypeError, AttributeError) as error:
-                raise RidgelineError(f"line {number} of {file} is no game ({error}); choose another file") from error
+                where = f"line {self._lines + 1} of {self.file}"
+                raise RidgelineError(f"{where} is no game ({error}); choose another file") from error
             if not whole:
                 break
             self._games[_word(values), result.level, result.seed] = result
             self._length += len(line)
+            self._lines += 1
 
     def find(self, key: Key, level: int, seeds: Iterable[int]) -> dict[int, GameResult]:
         """Those of the games of these seeds at a level that are there, by seed."""
@@ -70,13 +81,19 @@ class Ledger:
         """
         line = json.dumps({**key, **asdict(result)}).encode() + b"\n"
         try:
-            with self.file.open("r+b" if self.file.exists() else "wb") as stream:
+            with self.file.open("r+b" if self.file.exists() else "wb+") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX)  # until it is closed
+                if stream.seek(0, os.SEEK_END) < self._length:  # somebody emptied or deleted it
+                    self._length = self._lines = 0
+                stream.seek(self._length)
+                self._take(stream.read())  # what another process has added
                 stream.seek(self._length)  # over what was left of a line
                 stream.write(line)
                 stream.truncate()
         except OSError as error:
             raise _cannot_write(self.file, error) from error
         self._length += len(line)
+        self._lines += 1
         self._games[_word(key), result.level, result.seed] = result
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ridgeline.errors import ConfigError, nearest
 from ridgeline.models import DecoderConfig
-from ridgeline.presets.boxing import boxing
+from ridgeline.presets.boxing import boxing, boxing_fast
 from ridgeline.presets.hal import hal_5m, hal_20m
 from ridgeline.presets.language import fast_c256, gpt2_124m, gpt2_c256, shakespeare_fast
 from ridgeline.train.config import TrainConfig
@@ -29,6 +29,7 @@ PRESETS: Mapping[str, Callable[[], TrainConfig]] = {
     "hal-20m": hal_20m,
     "hal-5m": hal_5m,
     "boxing": boxing,
+    "boxing-fast": boxing_fast,
 }
 DECODER = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 

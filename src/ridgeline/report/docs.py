@@ -98,7 +98,12 @@ def _where(records: Sequence[Record]) -> str:
 def _ladder(records: Sequence[Record]) -> Record | None:
     """The newest record of the first article's workload that climbs two rungs or more."""
     return next(
-        (r for r in records if r.workload and r.workload.name == LADDER and len(set(rungs_of(r)) - {SUBJECT}) > 1), None
+        (
+            r
+            for r in records
+            if r.gpus <= 1 and r.workload and r.workload.name == LADDER and len(set(rungs_of(r)) - {SUBJECT}) > 1
+        ),
+        None,
     )
 
 

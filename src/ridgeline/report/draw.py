@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ridgeline.report.palette import Palette
-from ridgeline.report.svg import Chart, new_figure
+from ridgeline.report.svg import NARROW_IN, WIDE_IN, Chart, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ROW_IN = 0.27
 LINES = 6  # colours for lines
 LABELLED = 7  # dots of a roofline that are named
+LETTER_IN, LEGEND_IN = 0.06, 0.6  # widths of a letter of a legend, and of a line's sample with the gaps beside it
 CROWDED = (1.0, 0.18)  # decades of x and y within which two names would lie on each other
 
 
@@ -240,11 +241,21 @@ def lines(
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         _dress(axes, palette, grid="both")
-        columns = 2 if narrow else 4
-        figure.legend(loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
+        _name_lines(figure, axes, palette, narrow=narrow)
         return figure
 
     return draw
+
+
+def _name_lines(figure: Figure, axes: Axes, palette: Palette, *, narrow: bool) -> None:
+    """A legend in as many columns as its names leave room for; a change of the first line's model is named alone."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not labels:  # lines without a name
+        return
+    labels = [label.removeprefix(labels[0]) if label.startswith(f"{labels[0]}+") else label for label in labels]
+    room = (NARROW_IN if narrow else WIDE_IN) / (LEGEND_IN + LETTER_IN * max(len(label) for label in labels))
+    columns = max(1, min(int(room), 2 if narrow else 4))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
 
 
 def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_labels: tuple[str, str]) -> Chart:
@@ -259,9 +270,7 @@ def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_
             _dress(axes, palette, grid="both")
         parts[1].set_yscale("log")
         parts[1].set_xlabel(x_label)
-        handles, labels = parts[0].get_legend_handles_labels()
-        columns = 1 if narrow else 2
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
+        _name_lines(figure, parts[0], palette, narrow=narrow)
         return figure
 
     return draw

@@ -11,6 +11,7 @@ from typing import Any
 import ridgeline
 from ridgeline.errors import ConfigError, require
 from ridgeline.records import Record
+from ridgeline.report import played
 from ridgeline.report.palette import DARK, LIGHT, variables
 from ridgeline.report.sections import (
     Section,
@@ -107,9 +108,8 @@ def _other(record: Record, index: int) -> list[Chapter]:
         sections.append(op_section(record, index))
     elif record.kind != "bench" and record.contenders:
         sections.append(plain_section(record, index))
-    return (
-        [Chapter(title=f"{record.kind.capitalize()}: {workload_name(record)}", sections=sections)] if sections else []
-    )
+    title = f"{record.kind.capitalize()}: {played.title(record) or workload_name(record)}"
+    return [Chapter(title=title, sections=sections)] if sections else []
 
 
 def _range(values: list[float] | None, unit: str) -> str:
@@ -152,6 +152,7 @@ def build_page(records: Sequence[Record], *, title: str = "Ridgeline report") ->
         MissingExtraError: jinja2 or Matplotlib is not installed.
     """
     jinja2 = require("jinja2", "report")
+    records = [part for record in records for part in record.parts()]
     source = resources.files("ridgeline.report").joinpath("templates", TEMPLATE).read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -182,7 +183,7 @@ def write_images(records: Sequence[Record], folder: Path) -> list[Path]:
     """
     return [
         write_png(section.chart, folder / f"{section.key}.png")
-        for chapter in chapters(records)
+        for chapter in chapters([part for record in records for part in record.parts()])
         for section in chapter.sections
         if section.chart is not None
     ]

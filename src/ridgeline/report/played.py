@@ -28,6 +28,15 @@ def races(records: Sequence[Record]) -> list[Record]:
     return sorted(found.values(), key=lambda record: -len(record.contenders))
 
 
+def title(record: Record) -> str | None:
+    """What sets a race apart from others: its contenders differ in model and batch, so those say nothing of it."""
+    if record.kind != "race" or not curves_of(record, "setting"):
+        return None
+    setting = setting_of(record)
+    games = setting["games"]
+    return f"{setting['data']}, {setting['grid'][-1]:g} s of training, level {games['level']}, cache {games['cache']}"
+
+
 def race(records: Sequence[Record]) -> str:
     """Every contender at every time of a race: how far it was and how it played."""
     return "\n\n".join(f"{_where(record)}\n\n{_standings(record)}" for record in races(records)) or MISSING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ridgeline.bench.contenders import is_baseline
 from ridgeline.bench.explain_view import amount
@@ -111,8 +111,8 @@ def rungs_of(record: Record) -> list[str]:
 
 def contender_table(record: Record) -> Table:
     """Every field of every contender; a failed one's reason."""
-    headers = ("contender", "group", "ms", "spread", "tokens/s", "windows/s", "× PyTorch", "MFU", "TB/s",
-               "of bandwidth", "of floor", "GiB", "first step s", "overlap")  # fmt: skip
+    headers = ("contender", "group", "ms", "spread", "tokens/s", "windows/s", "× PyTorch", "MFU", "TB/s", "floor",
+               "GiB", "first step s", "overlap")  # fmt: skip
     rows: list[list[Cell]] = []
     for result in record.contenders:
         if result.error is not None:
@@ -132,8 +132,7 @@ def contender_table(record: Record) -> Table:
                 quantity(result.windows_per_s),
                 Cell(text="–" if found is None else str(found)),
                 number(result.mfu, ".1%"),
-                number(result.bytes_per_s, ".2f", scale=1 / TERA),
-                number(result.bandwidth, ".0%"),
+                _rate(result),
                 number(result.floor_share, ".1%"),
                 number(result.peak_memory_bytes, ".1f", scale=1 / GIB),
                 number(result.first_step_s, ".1f"),
@@ -141,6 +140,13 @@ def contender_table(record: Record) -> Table:
             ]
         )
     return Table(headers=headers, rows=rows).without_empty()
+
+
+def _rate(result: ContenderResult) -> Cell:
+    """Bytes a second, and their share of the bandwidth where there is one."""
+    share = "" if result.bandwidth is None else f" ({result.bandwidth:.0%})"
+    rate = number(result.bytes_per_s, ".2f", scale=1 / TERA)
+    return replace(rate, text=rate.text + share)
 
 
 def _bars(record: Record) -> list[Bar]:

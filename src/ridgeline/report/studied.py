@@ -74,7 +74,7 @@ def _recipe(record: Record) -> str:
 
 def divergence(records: Sequence[Record]) -> str:
     """Engines by what became of loss and gradient norm."""
-    record = next((r for r in records if r.gpus and curves_of(r, "training")), None)
+    record = _diverging(records)
     if record is None:
         return MISSING
     rows: list[list[Cell]] = [
@@ -133,7 +133,7 @@ def pictures(records: Sequence[Record]) -> dict[str, Section]:
     wanted = {
         "comparison": (next(iter(_studies(records, target=False)), None), "loss"),
         "recipe": (next(iter(_studies(records, target=True)), None), "loss"),
-        "divergence": (next((r for r in records if r.gpus and curves_of(r, "training")), None), "training"),
+        "divergence": (_diverging(records), "training"),
     }
     found = {}
     for name, (record, figure) in wanted.items():
@@ -151,6 +151,11 @@ def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
         if record.gpus and record.workload and _rows(record, "standings") and _has_target(record) == target:
             found.setdefault(record.workload.name, record)
     return [found[name] for name in sorted(found, reverse=True)]  # tinyshakespeare first
+
+
+def _diverging(records: Sequence[Record]) -> Record | None:
+    """The newest comparison of engines by their losses and gradient norms on a card."""
+    return next((record for record in records if record.gpus and curves_of(record, "training")), None)
 
 
 def _has_target(record: Record) -> bool:

@@ -23,7 +23,7 @@ from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.resident import ResidentBatches, fits
 from ridgeline.engine import TrainStep
-from ridgeline.errors import DivergedError, RidgelineError
+from ridgeline.errors import DivergedError, RidgelineError, enough_memory
 from ridgeline.models.reader import read
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.optim import learning_rate
@@ -32,7 +32,7 @@ from ridgeline.study.folder import claimed, write_whole
 from ridgeline.train import state
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, make_step
-from ridgeline.train.guards import enough_memory, writing
+from ridgeline.train.guards import writing
 from ridgeline.train.settings import from_dict
 from ridgeline.train.validate import validate
 

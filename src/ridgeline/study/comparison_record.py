@@ -134,6 +134,8 @@ def _run(standing: Standing, seed: int, run: Run) -> dict[str, Any]:
     return {
         "contender": standing.name,
         "seed": seed,
+        "lowest": run.best,
+        "at_the_end": run.final,
         "steps": [point.step for point in run.points],
         "tokens": [point.tokens for point in run.points],
         "seconds": [standing.seconds(point) for point in run.points],

@@ -11,30 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-import torch
-
-from ridgeline.errors import OutOfMemoryError, RidgelineError, reason
-
-NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")  # how PyTorch's RuntimeErrors put it
-
-
-@contextmanager
-def enough_memory(cure: str) -> Iterator[None]:
-    """Turns the several errors of a device or machine without enough memory into one sentence.
-
-    Args:
-        cure: what makes the work smaller.
-
-    Raises:
-        OutOfMemoryError: inside the `with` block NumPy, PyTorch on the CPU or CUDA got no memory.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:  # PyTorch's own OutOfMemoryError is a RuntimeError
-        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if not known and (isinstance(error, RidgelineError) or not any(words in str(error) for words in NO_MEMORY)):
-            raise
-        raise OutOfMemoryError(f"there is not enough memory; {cure}") from error
+from ridgeline.errors import RidgelineError, reason
 
 
 @contextmanager

@@ -21,15 +21,15 @@ from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Validation
 from ridgeline.engine import Replicas, TrainStep
 from ridgeline.engine.distributed import together
-from ridgeline.errors import ConfigError, DivergedError
+from ridgeline.errors import ConfigError, DivergedError, enough_memory
 from ridgeline.games import stick_points
 from ridgeline.models import PolicyConfig
 from ridgeline.optim import learning_rate
 from ridgeline.train import state, words
 from ridgeline.train.by_head import HeadScores
-from ridgeline.train.config import TrainConfig
+from ridgeline.train.config import STOPS, TrainConfig
 from ridgeline.train.engines import build_model, find_device, make_step
-from ridgeline.train.guards import Interrupt, enough_memory, last_words, without_gc
+from ridgeline.train.guards import Interrupt, last_words, without_gc
 from ridgeline.train.lanes import settle_lanes
 from ridgeline.train.meter import meter
 from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, check_trackers, make_trackers
@@ -154,7 +154,10 @@ def _resume(saved: Checkpoint, config: TrainConfig, replicas: Replicas, console:
     run = _Run(config, data, replicas, console)
     run.restore(saved)
     if run.complete:
-        raise ConfigError(f"the run in {saved.path.parent} is complete at step {run.progress.step}; lengthen it")
+        longer = next(name for name in STOPS if getattr(config, name) is not None)
+        raise ConfigError(
+            f"the run in {saved.path.parent} is complete at step {run.progress.step}; give it a larger --{longer}"
+        )
     return run.go(saved.path.parent, fresh=False)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,6 +145,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 class LiveLine:
     """One line that says how the run goes; where the output is no terminal, a line every ten seconds.
 
+    In a narrow terminal it leaves out what can be missed, so that loss and time stay.
+
     Args:
         console: where it goes.
         name: of the run.
@@ -179,24 +181,27 @@ class LiveLine:
         """
         before = loss if self._loss is None else self._loss
         self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
-        parts = [f"{self._name}  step {step}  {progress:4.0%}  loss {self._loss:.4f} (smoothed)"]
+        smoothed, val, mfu, traffic = " (smoothed)", "", "", ""
         if self.val_loss is not None:
-            parts.append(f"val {self.val_loss:.4f}")
-        parts.append(f"{amount(rate)} tokens/s")
+            val = f"  val {self.val_loss:.4f}"
         if self._meter is not None and rate > 0:
             used = self._meter(rate)
             share = "" if used.bandwidth is None else f" ({used.bandwidth:.0%} of the memory's)"
-            parts += [f"MFU {used.mfu:.1%}", f"{amount(used.bytes_per_s)}B/s{share}"]
-        if remaining is not None:
-            parts.append(f"{clock(remaining)} left")
-        self._show("  ".join(parts))
+            mfu, traffic = f"  MFU {used.mfu:.1%}", f"  {amount(used.bytes_per_s)}B/s{share}"
+        left = "" if remaining is None else f"  {clock(remaining)} left"
+        begin = f"{self._name}  step {step}  {progress:4.0%}  loss {self._loss:.4f}"
+        line = f"{begin}{smoothed}{val}  {amount(rate)} tokens/s{mfu}{traffic}{left}"
+        self._show(line, spare=(traffic, smoothed, mfu, val))
 
-    def _show(self, line: str) -> None:
+    def _show(self, line: str, spare: Sequence[str]) -> None:
         if self._live is not None:
+            for part in spare:
+                if len(line) > self._console.width:
+                    line = line.replace(part, "", 1)
             self._live.update(Text(line, overflow="ellipsis", no_wrap=True), refresh=True)
         elif time.monotonic() - self._printed >= LINE_SECONDS:
             self._printed = time.monotonic()
-            self._console.print(Text(line))
+            self._console.print(Text(line), soft_wrap=True)
 
 
 def amount(number: float) -> str:

@@ -12,10 +12,9 @@ from torch import Tensor
 from ridgeline import checkpoint
 from ridgeline.checkpoint import Checkpoint
 from ridgeline.data.text import KINDS, Vocabulary
-from ridgeline.errors import CheckpointError, ConfigError
+from ridgeline.errors import CheckpointError, ConfigError, enough_memory
 from ridgeline.models import LanguageConfig, LanguageModel
 from ridgeline.train.engines import find_device
-from ridgeline.train.guards import enough_memory
 from ridgeline.train.state import BEST, config_of, damaged, load_weights
 
 

@@ -29,13 +29,6 @@ def _rows(batch: dict[str, Tensor], name: str, wanted: bool) -> Tensor | None:
     return batch[name].flatten(0, 1).contiguous() if wanted else None
 
 
-def _joint_heads(config: PolicyConfig, heads: list[HeadWeights], state_NC: Tensor) -> str | None:
-    """The implementation that takes all heads at once, or None ("cuda" is not chosen before a card has proven it)."""
-    shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
-    places = (config.decoder.width, shapes, state_NC.device, state_NC.dtype)
-    return next((impl for impl in ("triton",) if unsupported(impl, *places) is None), None)
-
-
 def policy_losses(
     model: ControllerPolicy, batch: dict[str, Tensor], dropout: DropoutState | None, eps: float
 ) -> dict[str, Tensor]:
@@ -54,9 +47,10 @@ def policy_losses(
     state_NC = model.decoder(x_NC.view(*batch["targets"].shape[:2], -1), dropout).flatten(0, 1)
     heads = [HeadWeights(*model.heads[head.name].parameters()) for head in config.heads]  # in the order of the fields
     targets_NK = batch["targets"].flatten(0, 1)
-    impl = _joint_heads(config, heads, state_NC) if config.conditioning == "logits" else None
-    if impl is not None:
-        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl=impl)
+    shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
+    joint = unsupported("triton", config.decoder.width, shapes, state_NC.dtype) is None
+    if config.conditioning == "logits" and joint:
+        losses_K = policy_heads(state_NC, heads, targets_NK, eps=eps, impl="triton")  # "cuda": its time is not known
     else:
         losses_K = sequential.heads_losses(
             state_NC, [sequential.HeadWeights(*head) for head in heads], targets_NK,

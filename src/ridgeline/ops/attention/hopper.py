@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import torch
@@ -13,12 +12,6 @@ from ridgeline.ops import _cuda as cuda
 
 SOURCES = Path(__file__).parent / "cuda"
 WIDTHS = (32, 64)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors of the card."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def unsupported(tensors: dict[str, Tensor | None]) -> str | None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
 
 _FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPPiiiiiif", "MMMMMPPPPPiiiiiiif"
@@ -72,7 +73,7 @@ def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
     """Into how many parts the query heads of a key head are split for dK and dV: as few as give two rounds of units."""
     B, T, H, _ = q_BTHD.shape
     share, units = H // k_BTGD.shape[2], B * k_BTGD.shape[2] * launch.units(T)
-    wanted = 2 * launch.per_processor * hopper.processors(q_BTHD.device)
+    wanted = 2 * launch.per_processor * processors(q_BTHD.device)
     return next((parts for parts in range(1, share) if share % parts == 0 and parts * units >= wanted), share)
 
 
@@ -95,7 +96,7 @@ def _kernel(name: str, launch: Launch, q_BTHD: Tensor, kinds: str, sums: bool = 
 
 
 def _grid(launch: Launch, units: int, device: torch.device) -> tuple[int]:
-    return (min(launch.per_processor * hopper.processors(device), units),)
+    return (min(launch.per_processor * processors(device), units),)
 
 
 def forward(

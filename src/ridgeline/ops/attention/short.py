@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
 from ridgeline.ops.dropout import DropoutState, quantise
 
@@ -96,8 +97,8 @@ def forward(
     """
     B, T, H, D = q_BTHD.shape
     defines = _defines(q_BTHD, table_RD, drop)
-    blocks, processors = defines["ROW_BLOCKS"], hopper.processors(q_BTHD.device)
-    halves = blocks == 4 and D == 32 and table_RD is None and _SHARING_GROUPS * processors >= 2 * B * H
+    blocks, available = defines["ROW_BLOCKS"], processors(q_BTHD.device)
+    halves = blocks == 4 and D == 32 and table_RD is None and _SHARING_GROUPS * available >= 2 * B * H
     groups = _SHARING_GROUPS if halves else _FORWARD_GROUPS
     defines |= {"WARPGROUPS": groups, "RL_HALVES": int(halves)}
     kernel = cuda.load(hopper.SOURCES / "forward.cu", defines).kernel("attention_forward", _FORWARD_KINDS, patient=True)
@@ -108,7 +109,7 @@ def forward(
         q_BTHD.stride(0), T, rows, H, H // k_BTGD.shape[2], B * H, q_BTHD.stride(1), q_BTHD.stride(2),
         hopper.pitch("out", out_BTHD), scale, drop.kept, drop.site, drop.first_sample * H, drop.threshold,
     )  # fmt: skip
-    grid = min(processors, B * H)
+    grid = min(available, B * H)
     kernel.launch((grid,), 128 * groups, forward_smem(blocks, D, table_RD is not None, groups), arguments)
 
 
@@ -138,12 +139,12 @@ def _grouping(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
     G = k_BTGD.shape[2]
     if G == H:
         return 0
-    return 2 if (D == 32 or T <= 128) and 3 * hopper.processors(q_BTHD.device) <= B * G else 1
+    return 2 if (D == 32 or T <= 128) and 3 * processors(q_BTHD.device) <= B * G else 1
 
 
 def _workspace(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> _Workspace:
     B, T, H, D = q_BTHD.shape
-    grid, rows = min(hopper.processors(q_BTHD.device), B * H), -(-T // 64) * 64
+    grid, rows = min(processors(q_BTHD.device), B * H), -(-T // 64) * 64
     return _Workspace(
         table=grid * rows * D if table_RD is not None else 0,
         carry=grid * 64 * D,
@@ -158,7 +159,7 @@ def workspace_size(q_BTHD: Tensor, k_BTGD: Tensor, table_RD: Tensor | None) -> i
 
 def column_sum_rows(q_BTHD: Tensor) -> int:
     """Rows of the partial column sums that `backward` can leave."""
-    return 4 * min(hopper.processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
+    return 4 * min(processors(q_BTHD.device), q_BTHD.shape[0] * q_BTHD.shape[2])
 
 
 def backward_block(blocks: int, D: int, relative: bool, dropout: bool) -> tuple[int, int]:
@@ -216,7 +217,7 @@ def backward(
     )
     kv_pitch = hopper.common_pitch(dk_BTGD, dv_BTGD)
     map_q = hopper.tiles(q_BTHD)
-    grid = min(hopper.processors(q_BTHD.device), B * H)
+    grid = min(processors(q_BTHD.device), B * H)
     arguments = (
         map_q, hopper.tiles(k_BTGD), hopper.tiles(v_BTGD), hopper.tiles(out_BTHD, 16), hopper.tiles(d_out_BTHD),
         _table_map(table_RD) if table_RD is not None else map_q, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD, dk_heads, dv_heads,

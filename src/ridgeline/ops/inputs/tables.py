@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.inputs.reference import InputColumns
 
 SOURCE = Path(__file__).parent / "tables_sm90.cu"
@@ -96,8 +97,7 @@ def table_gradients_raw(
     N = len(dvector_NE)
     macros = defines(columns, shapes, dvector_NE.dtype, categories_NK.dtype)
     warps = macros["WARPS"]
-    blocks = torch.cuda.get_device_properties(dvector_NE.device).multi_processor_count
-    blocks = min(blocks, -(-N // warps))
+    blocks = min(processors(dvector_NE.device), -(-N // warps))
     partials = dvector_NE.new_empty(blocks, macros["LENGTH"], dtype=torch.float32)
     kernel = cuda.load(SOURCE, macros).kernel("tables", KINDS, patient=True)
     kernel.launch(

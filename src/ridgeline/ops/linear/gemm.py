@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.dropout import quantise
 from ridgeline.ops.linear.reference import GeluKind, Masks
 
@@ -102,12 +103,9 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def plan_of(row_tiles: int, columns: int, device: torch.device, together: int = 1) -> Plan:
-    """The division of row tiles × column tiles among all multiprocessors, `together` of which are a unit.
-
-    Made before a capture, kept for it.
-    """
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count // together
+def plan_of(row_tiles: int, columns: int, device: torch.device) -> Plan:
+    """The division of row tiles × column tiles among all multiprocessors; made before a capture, kept for it."""
+    blocks = processors(device)
     work, slots = divide(row_tiles, columns, blocks)
     longest = max(len(mine) for mine in work) + 1
     table = [[*mine, *[(0, 0, 0, 0)] * (longest - len(mine))] for mine in work]

@@ -40,17 +40,17 @@ def smem(macros: Mapping[str, int]) -> int:
     return tiles * TILE_BYTES + BARRIER_BYTES
 
 
-def defines(K: int, form: Form, cluster: int = 1) -> dict[str, int]:
-    """The macros that compile the kernel for an inner size and a form, in clusters of `cluster` blocks."""
+def defines(K: int, form: Form) -> dict[str, int]:
+    """The macros that compile the kernel for an inner size and a form."""
     k_chunks = -(-K // TILE)
     laps = fitting_laps(k_chunks, 1 + form.slope, form.reads_c)
-    return form.macros() | {"K_CHUNKS": k_chunks, "LAPS": laps, "CLUSTER": cluster}
+    return form.macros() | {"K_CHUNKS": k_chunks, "LAPS": laps}
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(device: int, K: int, form: Form, cluster: int) -> tuple[cuda.Kernel, int]:
+def _kernel(device: int, K: int, form: Form) -> tuple[cuda.Kernel, int]:
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
-    macros = defines(K, form, cluster)
+    macros = defines(K, form)
     return cuda.load(SOURCE, macros).kernel("stationary", KINDS, patient=True), smem(macros)
 
 
@@ -66,7 +66,6 @@ def stationary(
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
     factor_MN: Tensor | None = None,
-    cluster: int = 1,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
 
@@ -79,7 +78,6 @@ def stationary(
         out_MN: written.
         masks: dropout of samples of at least 64 rows.
         slope_MN, factor_MN: fp16 whatever a has.
-        cluster: 2 makes pairs of blocks share the rows of A.
 
     Returns:
         With `factor_MN`, fp32 partial column sums [rows, N] of out; else None.
@@ -91,15 +89,12 @@ def stationary(
         a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
         masks is not None, factor_MN is not None,
     )  # fmt: skip
-    kernel, size = _kernel(a_MK.get_device(), K, form, cluster)
-    plan = plan_of(-(-M // TILE), -(-N // (COLUMNS * cluster)), a_MK.device, cluster)
-    map_a = cuda.tensor_map(a_MK, (TILE // cluster, TILE))
-    map_b, map_c, map_d, map_u = (
-        cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (b, reads, out_MN, slope_MN)
-    )
+    kernel, size = _kernel(a_MK.get_device(), K, form)
+    plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
+    maps = [cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (a_MK, b, reads, out_MN, slope_MN)]
     sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if factor_MN is not None else None
     arguments: Sequence[cuda.Argument] = (
-        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
+        *maps, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
     )  # fmt: skip
-    kernel.launch((plan.units * cluster,), THREADS, size, arguments)
+    kernel.launch((plan.units,), THREADS, size, arguments)
     return sums

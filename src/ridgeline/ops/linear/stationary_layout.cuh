@@ -6,7 +6,6 @@
 using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
-constexpr bool PAIRED = CLUSTER == 2;
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
 constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
@@ -37,10 +36,7 @@ struct Segment {
   int4 s;
   RL_D bool valid() const { return s.w > 0; }
   RL_D int count() const { return s.w; }
-  RL_D int column(int group) const {
-    const int block = (s.x & 0xffff) * CLUSTER + (PAIRED ? static_cast<int>(cluster_rank()) : 0);
-    return (block * GROUPS + group) * COLUMNS;
-  }
+  RL_D int column(int group) const { return ((s.x & 0xffff) * GROUPS + group) * COLUMNS; }
   RL_D int sums_row() const { return s.x >> 16; }
   RL_D int row(int tile) const { return (s.y + tile * s.z) * ROWS; }
 };

@@ -8,7 +8,6 @@
 //
 // Macros (see stationary.py):
 //   K_CHUNKS: ceil(K / 64), at most 8. LAPS: tiles of A in the ring. B_TRANSPOSED: B is given as [K, N].
-//   CLUSTER: 1, or 2: pairs of blocks share the rows of A, each bringing half of them to both.
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
 //             3 D = acc · C, with column sums of D
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
@@ -35,14 +34,8 @@ RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar
       }
     for (int tile = 0; tile < now.count(); ++tile, ring.advance())
       for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        const int index = slot(chunk), row = now.row(tile);
-        const u32 target = smem + index * TILE_BYTES;
-        if (PAIRED) {
-          const int half = cluster_rank();
-          copy_2d_both(target + half * (TILE_BYTES / 2), p.a, chunk * 64, row + half * (ROWS / 2), bar.full(index));
-        } else {
-          copy_2d(target, p.a, chunk * 64, row, bar.full(index));
-        }
+        const int index = slot(chunk);
+        copy_2d(smem + index * TILE_BYTES, p.a, chunk * 64, now.row(tile), bar.full(index));
       }
   }
 }
@@ -90,7 +83,7 @@ struct Mask {
 struct Consumer {
   const Problem& p;
   u32 smem;
-  Barriers bar, there;  // `there`: of the other block of a pair
+  Barriers bar;
   int group, warp, lane;
   u32 matrix;          // where this lane's row of four 8 × 8 matrices lies in a tile of D, U or C: [tokens, columns]
   Ring ring;
@@ -134,7 +127,6 @@ struct Consumer {
 
   RL_D void release(int slot) const {
     if (lane == 0) barrier_arrive(bar.empty(slot));
-    if (PAIRED && lane == 0) remote_free(there.empty(slot));
   }
   RL_D int slot_before() const { return (ring.first == 0 ? STAGES : ring.first) - 1; }  // the last tile's last
 
@@ -278,7 +270,7 @@ struct Consumer {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
+extern "C" __global__ void __launch_bounds__(384, 1)
     stationary(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
                const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
@@ -293,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
     prefetch_map(p.d);
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(bar.full(i), 1);
-      barrier_init(bar.empty(i), 4 * GROUPS * CLUSTER);
+      barrier_init(bar.empty(i), 4 * GROUPS);
     }
     for (int i = 0; i < 2 * GROUPS; ++i) {
       barrier_init(bar.c_full(0, i), 1);
@@ -303,11 +295,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
     }
     barrier_init_fence();
   }
-  if (PAIRED) cluster_sync();
-  else __syncthreads();
+  __syncthreads();
   wait_for_previous();
   let_next_start();
-  schedule += static_cast<i64>(blockIdx.x / CLUSTER) * segments;
+  schedule += static_cast<i64>(blockIdx.x) * segments;
   if (group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(p, schedule, smem, bar);
@@ -316,13 +307,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(CLUSTER)
   } else {
     registers_up<232>();
     const int quarter = lane >> 3;
-    const Barriers there{PAIRED ? remote_address(bar.base, cluster_rank() ^ 1) : 0};
-    Consumer me{p, smem, bar, there, group, warp, lane,
+    Consumer me{p, smem, bar, group, warp, lane,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
                  first_sample};
     me.consume(schedule, bias, partials);
   }
-  if (PAIRED) cluster_sync();  // no block leaves while the other still sends to it
 }

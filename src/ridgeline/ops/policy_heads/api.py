@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, triton_missing
 from ridgeline.ops.policy_heads.layout import layout
 from ridgeline.ops.policy_heads.reference import HeadWeights, policy_heads_reference
 
@@ -24,7 +24,14 @@ MAX_CLASSES = 128  # of a head, and of all heads that are heard: a tile holds a 
 
 def available(impl: str, device: torch.device) -> str | None:
     """Why `impl` cannot run on `device`, or None when it can."""
-    return availability(impl, IMPLEMENTATIONS, device)
+    reason = availability(impl, IMPLEMENTATIONS, device)
+    if reason is not None or impl != "cuda":
+        return reason
+    if device.type != "cuda":
+        return f"the heads' Hopper kernel needs a CUDA device, got {device}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return f"the heads' Hopper kernel needs compute capability 9.0, got {torch.cuda.get_device_name(device)}"
+    return triton_missing(device)  # the sums over rows, and what has no backward pass
 
 
 def policy_heads(
@@ -45,12 +52,14 @@ def policy_heads(
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype or device it does not take.
     """
-    demand(impl, IMPLEMENTATIONS, x_NC.device)
+    reason = available(impl, x_NC.device)
+    if reason is not None:
+        raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
     _check(x_NC, heads, targets_NK)
     if impl == "reference":
         return policy_heads_reference(x_NC, heads, targets_NK, eps=eps)
     shapes = [(head.up_HS.shape[0], head.down_VH.shape[0]) for head in heads]
-    reason = unsupported(impl, x_NC.shape[1], shapes, x_NC.device, x_NC.dtype)
+    reason = unsupported(impl, x_NC.shape[1], shapes, x_NC.dtype)
     if reason is not None:
         raise UnsupportedError(reason)
     check_storage(**{f"heads[{i}].{name}": w for i, head in enumerate(heads) for name, w in head._asdict().items()})
@@ -61,10 +70,8 @@ def policy_heads(
     )
 
 
-def unsupported(
-    impl: str, width: int, shapes: Sequence[tuple[int, int]], device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Why "triton" or "cuda" cannot serve heads of these (inner width, classes) on a state of this width, or None."""
+def unsupported(impl: str, width: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> str | None:
+    """Why an implementation cannot serve heads of these (inner width, classes) on a state of this width, or None."""
     classes = [count for _, count in shapes]
     if width % 8:
         return f"impl={impl!r} takes a state whose width is a multiple of 8, got {width}"
@@ -76,7 +83,7 @@ def unsupported(
         return None
     from ridgeline.ops.policy_heads import hopper  # imports Triton
 
-    return hopper.unsupported(layout(width, tuple(shapes), hopper.STEP), device, dtype)
+    return hopper.unfit(layout(width, tuple(shapes), hopper.STEP), dtype)
 
 
 def _check(x_NC: Tensor, heads: Sequence[HeadWeights], targets_NK: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops._triton.support import processors
 from ridgeline.ops.linear.products import forward_raw
 from ridgeline.ops.policy_heads.launch import HeadProducts, Packed, Passed
 from ridgeline.ops.policy_heads.layout import HeadPlace, Layout
@@ -60,15 +61,6 @@ def defines(plan: Layout, place: HeadPlace, dtype: torch.dtype, targets: torch.d
     }
 
 
-def unsupported(plan: Layout, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot serve these heads on this device, or None."""
-    if device.type != "cuda":
-        return f"the heads' Hopper kernel needs a CUDA device, got {device}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return f"the heads' Hopper kernel needs compute capability 9.0, got {torch.cuda.get_device_name(device)}"
-    return unfit(plan, dtype)
-
-
 def unfit(plan: Layout, dtype: torch.dtype) -> str | None:
     """Why heads of these sizes and this storage are not for the kernel, or None."""
     if dtype not in (torch.bfloat16, torch.float16):
@@ -106,8 +98,7 @@ def forward(
     heard_NE = x_NC.new_empty(N, _up(plan.heads[-1].earlier, 8))
     state_2N = x_NC.new_empty(2, N, dtype=torch.float32)
     rows_K2N = x_NC.new_empty(K, 2, N, dtype=torch.float32)
-    blocks = torch.cuda.get_device_properties(x_NC.device).multi_processor_count
-    blocks = min(blocks, -(-N // (TILE * GROUPS)))
+    blocks = min(processors(x_NC.device), -(-N // (TILE * GROUPS)))
     partials = x_NC.new_empty(blocks * WARPS, plan.sums, dtype=torch.float32)
     narrow_PW = x_NC.new_empty(blocks, plan.inner * NARROW, dtype=torch.float32)
     for place, head in zip(plan.heads, heads, strict=True):

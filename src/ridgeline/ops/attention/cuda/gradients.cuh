@@ -36,14 +36,7 @@ struct Visits {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 16 * p.warp + (p.lane >> 2) + 8 * h;
-      float sum = 0.f;
-#pragma unroll
-      for (int part = 0; part < D / 32; ++part) {
-        const u32 at = tile_offset(row, D == 64 ? place + 4 * ((row ^ part) & 1) : place);
-        sum += dot_8(load_shared_16(p.smem + O_AT + at), load_shared_16(d_o + at));
-      }
-      sum += shuffle_xor(sum, 1);
-      sum += shuffle_xor(sum, 2);
+      const float sum = dot_rows(p.smem + O_AT, d_o, row, place);
       if (place == 0) store_shared_8(p.smem + rows_at(count) + 8 * row, as_bits(next_lse[h] * LOG2_E), as_bits(sum * a.kept_inverse));
     }
     sync_warp();

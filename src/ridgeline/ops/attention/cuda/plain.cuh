@@ -70,6 +70,7 @@ struct Place {
     if (lane == 0) barrier_arrive(own_empty(group, round));
   }
 };
+
 // A unit's number by head and block, the longest block 0: where rounds are few, all of the longest first, so that sums come
 // out even; otherwise a head's units one after the other, so that what they read is in the cache.
 struct Turn {

@@ -33,14 +33,7 @@ struct Rows {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = 16 * p.warp + (p.lane >> 2) + 8 * h;
-      float sum = 0.f;
-#pragma unroll
-      for (int part = 0; part < D / 32; ++part) {
-        const u32 at = tile_offset(row, D == 64 ? place + 4 * ((row ^ part) & 1) : place);
-        sum += dot_8(load_shared_16(own + O + at), load_shared_16(own + D_O + at));
-      }
-      sum += shuffle_xor(sum, 1);
-      delta[h] = sum + shuffle_xor(sum, 2);
+      delta[h] = dot_rows(own + O, own + D_O, row, place);
       if (place == 0 && i < a.blocks)
         store_global_8(a.stats + 2 * ((static_cast<i64>(unit.head) * a.blocks + i) * 64 + row), as_bits(lse[h]), as_bits(delta[h]));
     }

@@ -101,6 +101,18 @@ RL_D float dot_8(uint4 a, uint4 b) {
          pair_low(a.w) * pair_low(b.w) + pair_high(a.w) * pair_high(b.w);
 }
 
+// The sum over a row of the products of two tiles' values, by four neighbouring lanes of which this is number `place`.
+RL_D float dot_rows(u32 a, u32 b, int row, int place) {
+  float sum = 0.f;
+#pragma unroll
+  for (int part = 0; part < D / 32; ++part) {
+    const u32 at = tile_offset(row, D == 64 ? place + 4 * ((row ^ part) & 1) : place);
+    sum += dot_8(load_shared_16(a + at), load_shared_16(b + at));
+  }
+  sum += shuffle_xor(sum, 1);
+  return sum + shuffle_xor(sum, 2);
+}
+
 // Scores of a diagonal square, its columns from 8 · `first` on: keys after the query count as nothing.
 constexpr float NOTHING = -1e30f;
 template <int HALF>
