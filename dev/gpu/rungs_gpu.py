@@ -22,8 +22,8 @@ SINGLES = (
     "m0+tiles", "m0+split", "m1+pointwise", "m1+attention",
 )  # fmt: skip
 TILES = [["tiles", family] for family in ("16x64", "128x128", "pipelined")]
-RELATIVE = [["relative", *v.split()] for v in ("64/32/4/2 32/32/4/2 64/32/4/2", "64/64/8/2 64/32/8/2 64/64/8/3",
-                                               "64/64/4/3 32/64/4/2 64/32/8/2")]  # fmt: skip
+RELATIVE = [["relative", *v.split()] for v in ("64/32/4/2 32/32/4/2 64/32/4/2", "64/64/8/2 64/32/8/2 32/32/4/2",
+                                               "128/32/8/2 32/64/4/2 64/32/8/2")]  # others spill  # fmt: skip
 CHECKS = [["check", rung, "hal-20m"] for rung in ("m2", "m3", "r16")] + [["check", "m2", "gpt2-c256"]]
 
 
@@ -284,6 +284,11 @@ def brief(result):
     return json.dumps(result).replace('"', "")[-420 if "error" in result else 0 :][:620]
 
 
+def errors(job):
+    """The file of what a job says on standard error."""
+    return f"{OUT}/rungs_{'_'.join(job).replace('/', '.')}.err"
+
+
 def wave(jobs, deadline, results, together=True):
     """Starts all jobs of a wave, then measures them one after another, once all are ready or as each is."""
     import threading
@@ -292,7 +297,7 @@ def wave(jobs, deadline, results, together=True):
     for job in jobs:
         p = subprocess.Popen(
             [sys.executable, __file__, "worker", *job], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=open(f"{OUT}/rungs_{'_'.join(job)}.err", "w"), text=True,
+            stderr=open(errors(job), "w"), text=True,
         )  # fmt: skip
         lines = []
         reader = threading.Thread(
@@ -322,7 +327,7 @@ def wave(jobs, deadline, results, together=True):
             pass
         time.sleep(0.1)
         found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
-        results[name] = found[0] if found else {"error": open(f"{OUT}/rungs_{'_'.join(job)}.err").read()[-1500:]}
+        results[name] = found[0] if found else {"error": open(errors(job)).read()[-1500:]}
         if p.poll() is None:
             p.kill()
             if not found:
