@@ -122,6 +122,9 @@ def test_sweeps_over_batch_and_cards():
     assert table["eager"] == ["1.84 M", "–"]
     again = replace(base, date="2026-12-24T00:00:00+00:00")
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
+    alone = replace(again, contenders=again.contenders[:1])
+    assert sweeps([alone, base, larger])[0].members == {512: 1, 1024: 2}  # that has PyTorch beside `best`
+    assert [sweep.kind.name for sweep in sweeps([base, replace(two, date=again.date)])] == []  # not of one run
 
 
 def test_numbers_of_cards_in_one_record_are_a_sweep():

@@ -174,7 +174,7 @@ def compare(plan: Plan, folder: Path, console: Console, processes: int = 1) -> C
                 name=name,
                 parameters=parameters(config.model),
                 **found._asdict(),
-                pace=pace_of(config, _home(folder, name) / PACE),
+                pace=pace_of(config, pace_file(folder, name)),
             )
             for (name, config), found in zip(plan.configs.items(), trained, strict=True)
         )
@@ -292,11 +292,16 @@ def _home(folder: Path, name: str) -> Path:
     return folder / "runs" / name.replace("/", "_")
 
 
+def pace_file(folder: Path, name: str) -> Path:
+    """Where the pace of a contender is kept in a comparison's folder."""
+    return _home(folder, name) / PACE
+
+
 def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console, live: Console) -> _Found:
     """A contender's rate and runs; `console` is told of each run, `live` of its steps."""
 
     def one(rate: float, seed: int) -> Run:
-        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False)
+        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False, soft_wrap=True)
         place = _home(folder, name) / f"lr-{rate!r}-seed-{seed}"
         return run_once(dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, live)
 
