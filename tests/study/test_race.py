@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import shutil
 import time
 
@@ -222,6 +223,18 @@ def test_what_is_done_needs_no_checkpoints(finished, monkeypatch):
     record = make_record(ours, outcome)
     (setting,) = (curve for curve in record.curves if curve["figure"] == "setting")
     assert setting["machines"] == outcome.machines
+
+
+def test_a_record_tells_where_training_was_and_not_where_the_record_was_written(finished):
+    ours, folder, place = finished
+    line = {"from": 0.0, "date": "2026-01-01T00:00:00+00:00", "git": "abc", "card": "NVIDIA H200", "versions": {}}
+    later = {**line, "from": 0.1, "date": "2026-01-02T01:00:00+01:00", "git": "def"}
+    (place / clocked.MACHINES).write_text("".join(f"{json.dumps(one)}\n" for one in (later, line)))
+    record = make_record(ours, run_race(ours, folder, threads=1, processes=1, timeout=60))
+    assert (record.card, record.gpus, record.git, record.date) == ("NVIDIA H200", 1, "def", later["date"])
+    (place / clocked.MACHINES).write_text('{"card": "NVIDIA H200"}\n')
+    with pytest.raises(RidgelineError, match="machines.jsonl is damaged"):
+        clocked.read_machines(place)
 
 
 def test_a_checkpoint_that_is_still_needed_is_asked_for_before_anything_is_trained(finished, monkeypatch):
