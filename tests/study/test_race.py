@@ -233,7 +233,7 @@ def test_a_record_tells_where_training_was_and_not_where_the_record_was_written(
     record = make_record(ours, run_race(ours, folder, threads=1, processes=1, timeout=60))
     assert (record.card, record.gpus, record.git, record.date) == ("NVIDIA H200", 1, "def", later["date"])
     (place / clocked.MACHINES).write_text('{"card": "NVIDIA H200"}\n')
-    with pytest.raises(RidgelineError, match="machines.jsonl is damaged"):
+    with pytest.raises(RidgelineError, match=r"machines\.jsonl is damaged"):
         clocked.read_machines(place)
 
 
