@@ -41,6 +41,7 @@ ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lane
 MQA = "gpt2-c256+kv_heads=1"
 NAMES = (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m")
 LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 70, 8, 0.25
+ANSWER_S = 45  # longest turn, or look into a contender; who takes longer is ended
 LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
 LENT_GIB = 60  # what `build` takes of a card that others use
 CORES = os.cpu_count() or 2
@@ -244,13 +245,13 @@ def told(c):
     return f"{c.name} {c.step_ms:.4g}±{100 * c.spread:.0f}%{layer}"
 
 
-def one(key, build_s):
+def one(key):
     row = ROWS[key]
     try:
         case = workload(name_of(key), **row.sizes)
         plan = Plan(
-            rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=build_s, phases=row.phases,
-            profile=row.profile, together=True,
+            rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=ANSWER_S,
+            phases=row.phases, profile=row.profile, together=True,
         )  # fmt: skip
         names = row.contenders.split(",")
         record = run.run_bench(case, names, CARD, plan, keep=lambda record: keep(key, record))
@@ -330,7 +331,7 @@ def main(arguments):
         build_s = min(130, max(0.65 * left, left - 50))
         share_cores([name for key in keys for name in ROWS[key].contenders.split(",")])
         wave = Wave(keys, build_s, end - LATER_S * later)
-        threads = [threading.Thread(target=one, args=(key, build_s), name=key) for key in keys]
+        threads = [threading.Thread(target=one, args=(key,), name=key) for key in keys]
         for thread in threads:
             thread.start()
         for thread in threads:
