@@ -111,7 +111,7 @@ def test_the_newest_record_counts():
 
 def test_windows_and_contexts():
     records = [samples.ladder(), samples.smaller(), *samples.sweep()]
-    assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "77.6 k", "39.1 k"]
+    assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "8.83 k", "77.6 k", "39.1 k"]
     text = docs.written("<!-- from records: contexts -->\n<!-- end -->", records)
     assert [row[1] for row in rows(text)] == ["128", "256", "512", "1024", "2048"]
     assert docs.windows([samples.ladder()]) == docs.MISSING

@@ -29,6 +29,7 @@ KINDS = ("bench", "race", "study")  # of records that documents show
 IMAGES = "docs/images"
 RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
 LADDER = "hal-20m"
+X2 = ("r16", "r16+recompute")  # the rung that the article's smaller model stands on, without and with its own change
 MISSING = played.MISSING
 _BLOCK = re.compile(r"(<!-- from records: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -190,14 +191,15 @@ def singles(records: Sequence[Record]) -> str:
 
 
 def windows(records: Sequence[Record]) -> str:
-    """The smaller model beside the larger one, in windows/s."""
+    """The smaller model beside the larger one, in windows/s: `best`, PyTorch's best, and the article's last rung."""
     rows: list[list[Cell]] = []
     for name in ("hal-20m", "hal-5m"):
         record = next((r for r in newest(records) if r.workload and r.workload.name == name), None)
         found = None if record is None else over_pytorch(record)
         if record is None or found is None or record.workload is None:
             return MISSING
-        for result in _pair(record, found):
+        rungs = [result for name in X2 if (result := _result(record, name)) is not None]
+        for result in (*_pair(record, found), *rungs):
             rows.append(
                 [
                     words(f"`{name}`, {record.workload.context} of 256 frames"),
@@ -231,6 +233,8 @@ OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that ar
     "comparison": studied.comparison,
     "recipe": studied.recipe,
     "divergence": studied.divergence,
+    "starts": studied.starts,
+    "inversion": studied.inversion,
 }
 
 
