@@ -40,7 +40,7 @@ SWEEP = f"{PAIR},reduce-overhead,graph,eager"  # what the second article compare
 ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lanes"
 MQA = "gpt2-c256+kv_heads=1"
 NAMES = (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m")
-LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 70, 8, 0.25
+LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 45, 8, 0.25
 ANSWER_S = 45  # longest turn, or look into a contender; who takes longer is ended
 LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
 LENT_GIB = 60  # what `build` takes of a card that others use
