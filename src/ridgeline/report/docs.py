@@ -232,6 +232,7 @@ OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that ar
     "replays": played.replays,
     "comparison": studied.comparison,
     "recipe": studied.recipe,
+    "article": studied.article,
     "divergence": studied.divergence,
     "starts": studied.starts,
     "inversion": studied.inversion,

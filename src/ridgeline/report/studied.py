@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
 
+SHORT = 300  # steps of a comparison that looks where the article looked, after 200
 LONG = 2048  # positions from which a window counts as long
 GB = 1e9
 
@@ -42,7 +44,12 @@ def comparison(records: Sequence[Record]) -> str:
 
 def recipe(records: Sequence[Record]) -> str:
     """Recipes by the seconds in which they hold a loss, a table for each data set."""
-    return "\n\n".join(_recipe(record) for record in _studies(records, target=True)) or MISSING
+    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if not _is_short(r)) or MISSING
+
+
+def article(records: Sequence[Record]) -> str:
+    """The same for a run as short as the article's."""
+    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if _is_short(r)) or MISSING
 
 
 def _recipe(record: Record) -> str:
@@ -70,6 +77,44 @@ def _recipe(record: Record) -> str:
         "later than the first by",
     )
     return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def starts(records: Sequence[Record]) -> str:
+    """Whole commands of a recipe: what is trained until its target, and what goes beside it."""
+    record = next((r for r in records if r.gpus and curves_of(r, "starts")), None)
+    if record is None:
+        return MISSING
+    rows = [
+        [
+            number(row["seed"], "d"),
+            words(row["caches"]),
+            *(number(row[key], ".2f") for key in ("imports_s", "data_s", "first_step_s", "held_s")),
+            number(row["held_at_step"], ",d"),
+            *(number(row[key] if row["held_s"] is not None else None, ".2f") for key in ("training_s", "in_all_s")),
+        ]
+        for row in _rows(record, "starts")
+    ]
+    target = curves_of(record, "starts")[0]["target"]
+    headers = ("seed", "caches", "imports, s", "data", "compilation, capture, first step", f"training to {target:g}, s",
+               "steps", "training in all", "whole command")  # fmt: skip
+    return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def inversion(records: Sequence[Record]) -> str:
+    """Two models eagerly and compiled, and whether the first eagerly beats the second compiled."""
+    record = next((r for r in records if r.gpus and r.kind == "study" and _is_inversion(r)), None)
+    if record is None:
+        return MISSING
+    ways = sorted(record.contenders, key=lambda result: result.step_ms or 0.0)
+    rows = [
+        [words(f"`{way.name}`"), number(way.step_ms, ".3f"), number(way.spread, ".1%"), quantity(way.tokens_per_s)]
+        for way in ways
+    ]
+    return f"{_where(record)}\n\n{Table(headers=('model and way', 'ms', 'spread', 'tokens/s'), rows=rows).markdown()}"
+
+
+def _is_inversion(record: Record) -> bool:
+    return {result.name.rpartition(":")[2] for result in record.contenders} == {"eager", "compile"}
 
 
 def divergence(records: Sequence[Record]) -> str:
@@ -146,11 +191,16 @@ def pictures(records: Sequence[Record]) -> dict[str, Section]:
 
 def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
     """Of each data set the newest comparison on a card, of recipes where there is a target, else of models."""
-    found: dict[str, Record] = {}
+    found: dict[tuple[str, bool], Record] = {}
     for record in records:
         if record.gpus and record.workload and _rows(record, "standings") and _has_target(record) == target:
-            found.setdefault(record.workload.name, record)
+            found.setdefault((record.workload.name, not _is_short(record)), record)
     return [found[name] for name in sorted(found, reverse=True)]  # tinyshakespeare first
+
+
+def _is_short(record: Record) -> bool:
+    """Whether a study's runs are as short as the article's."""
+    return max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT
 
 
 def _diverging(records: Sequence[Record]) -> Record | None:
