@@ -125,7 +125,9 @@ def test_help_in_a_terminal_of_a_few_columns_comes_to_an_end(capsys, monkeypatch
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_output_that_finds_no_space_is_one_sentence():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_finds_no_space_is_one_sentence(monkeypatch, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "ridgeline", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
