@@ -48,6 +48,21 @@ def test_a_comparison_and_a_recipe_are_told_apart():
     assert studied.comparison([study(gpus=0)]) == studied.recipe([study()]) == studied.MISSING
 
 
+def test_what_all_contenders_share_is_said_once():
+    record = study(2.4844, steps=200)
+    both = "+optimizer.lr=3e-4+optimizer.floor=3e-4"
+    renamed = [f"a{both}", f"a+kv_heads=1{both}"]
+    curves = [
+        {**curve, "rows": [{**row, "contender": name} for row, name in zip(curve["rows"], renamed, strict=True)]}
+        if "rows" in curve else curve
+        for curve in record.curves
+    ]  # fmt: skip
+    text = studied.article([replace(record, curves=curves)])
+    assert "2026-11-29: all with `optimizer.lr=3e-4`, `optimizer.floor=3e-4`:" in text
+    assert "| `a` |" in text
+    assert "| `a+kv_heads=1` |" in text
+
+
 def test_norms():
     row = {"way": "eager", "steps": 3000, "loss_of_the_last_100_steps": 0.25, "largest_norm": 21.5,
            "largest_norm_after_step_100": 3.25, "first_step_that_is_not_finite": None,

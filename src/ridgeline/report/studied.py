@@ -55,9 +55,10 @@ def article(records: Sequence[Record]) -> str:
 def _recipe(record: Record) -> str:
     target, seeds = setting_of(record)["target"], setting_of(record)["seeds"]
     speed = {result.name: result.step_ms for result in record.contenders}
+    names, shared = _names([row["contender"] for row in _rows(record, "standings")])
     rows: list[list[Cell]] = [
         [
-            words(f"`{row['contender']}`"),
+            words(f"`{names[row['contender']]}`"),
             number(speed.get(row["contender"]), ".3f"),
             Cell(text=_with_spread(row["best_loss"], row["best_spread"])),
             Cell(text=f"{row['reached']} of {seeds}"),
@@ -76,7 +77,16 @@ def _recipe(record: Record) -> str:
         "from second",
         "later than the first by",
     )
-    return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+    common = f" all with {', '.join(f'`{change}`' for change in shared)}:" if shared else ""
+    return f"{_where(record)}{common}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def _names(contenders: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Contenders by the changes that not all of them have, and the changes that all have."""
+    parts = [name.split("+") for name in contenders]
+    shared = [change for change in parts[0][1:] if all(change in part[1:] for part in parts)]
+    short = ("+".join([part[0], *(change for change in part[1:] if change not in shared)]) for part in parts)
+    return dict(zip(contenders, short, strict=True)), shared
 
 
 def starts(records: Sequence[Record]) -> str:
