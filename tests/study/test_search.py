@@ -18,6 +18,7 @@ from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import search as module
+from ridgeline.study import storage
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
@@ -25,6 +26,7 @@ from ridgeline.study.trials import Goal, Trial, best_of, front
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
 
+IntegrityError = pytest.importorskip("sqlalchemy.exc", reason="the extra search is not installed").IntegrityError
 optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
 SMALL = "gpt2-c256+layers=1+width=16+heads=2+context=16+window.context=16+batch=2"
 SPACE = ["layers=1", "width=16", "kv_heads=all", "mlp_ratio=2", "context=16", "batch=2", "lr=1e-3:1e-2"]
@@ -197,16 +199,39 @@ def test_bad_input(text: Path, tmp_path: Path, more: list[str], words: str, caps
     assert words in " ".join(capsys.readouterr().err.split())
 
 
+def test_two_that_make_a_storage_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one finds the tables there, and takes them; what is wrong for longer is told."""
+    real, calls = optuna.create_study, []
+
+    def slower(*args: object, **named: object) -> object:
+        calls.append(named)
+        if len(calls) < 3:
+            raise IntegrityError("insert", {}, Exception("UNIQUE constraint failed: alembic_version.version_num"))
+        return real(*args, **named)
+
+    monkeypatch.setattr(optuna, "create_study", slower)
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
+    url = f"sqlite:///{tmp_path / 'shared.db'}"
+    assert storage.opened(url, {"a": 1}).user_attrs["plan"] == {"a": 1}
+    assert len(calls) == 3
+    with pytest.raises(ConfigError, match=r"another search \(a differ\)"):
+        storage.opened(url, {"a": 2})
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    calls.clear()
+    with pytest.raises(RidgelineError, match="the storage X cannot be used"), storage.storage_errors("X"):
+        storage.opened(url, {"a": 1})
+
+
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
 def test_somebody_elses_study_is_left_alone(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], direction: str
 ) -> None:
-    storage = f"sqlite:///{tmp_path / 'theirs.db'}"
-    theirs = optuna.create_study(study_name="search", storage=storage, direction=direction)
+    url = f"sqlite:///{tmp_path / 'theirs.db'}"
+    theirs = optuna.create_study(study_name="search", storage=url, direction=direction)
     if direction == "minimize":
         theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
     before = len(theirs.trials)
-    assert main([*options(text, tmp_path / "out"), "--storage", storage]) == 2
+    assert main([*options(text, tmp_path / "out"), "--storage", url]) == 2
     assert "a study called 'search' of something else; give a new --out or --storage" in capsys.readouterr().err
     assert len(theirs.trials) == before
 

@@ -17,11 +17,9 @@ import json
 import math
 import random
 import shutil
-import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +32,7 @@ from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, t
 from ridgeline.study.floors import Machine, this_machine
 from ridgeline.study.folder import LOCK, claimed, is_foreign
 from ridgeline.study.space import Range, Space, configure
+from ridgeline.study.storage import opened, requeue, storage_errors, where
 from ridgeline.study.trials import Goal, Trial, best_of, trials_of
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.guards import writing
@@ -46,7 +45,7 @@ POINTS = 10
 LEAST_STEPS = 100
 GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demonstrations nor evaluations
 MISSED = 10.0  # a miss of the target counts at most as so many whole trials
-NAME, DATABASE = "search", "search.db"
+DATABASE = "search.db"
 SEEDS = 2**32
 REFUSALS = 20  # in a row after which nothing more in the space is taken to be possible
 CANDIDATES = 20_000  # of a space that are looked at for one that is possible
@@ -130,15 +129,10 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
         raise ConfigError(f"{folder} exists and holds no search; give a new folder with --out")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with claimed(folder), _storage_errors(plan, folder):
-        study = optuna.create_study(
-            study_name=NAME,
-            storage=plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}",
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3),
-            load_if_exists=True,
-        )
-        _check_plan(study, plan)
-        _requeue(study, folder)
+    with claimed(folder), storage_errors(plan.storage or folder / DATABASE):
+        study = opened(plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}", plan.plan())
+        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3)
+        requeue(study, folder)
         so_far = study.get_trials(deepcopy=False)
         seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
         study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
@@ -236,7 +230,7 @@ class _Attempt:
 
         begun, state, value = time.monotonic(), optuna.trial.TrialState.FAIL, None
         note = self.trial.set_user_attr
-        note("where", _where(self.home))
+        note("where", where(self.home))
         try:
             config = self._choose()
             pruned = self._train(config)
@@ -348,50 +342,6 @@ def _tidy(trials: list[Trial], goal: Goal) -> None:
     for trial in trials:
         if trial.folder is not None and trial is not best and (best is None or trial.folder != best.folder):
             shutil.rmtree(trial.folder, ignore_errors=True)
-
-
-def _where(folder: Path) -> str:
-    return f"{socket.gethostname()}:{folder.resolve()}"
-
-
-def _requeue(study: optuna.Study, folder: Path) -> None:
-    """Trials that a process of this folder left under way were cut off with it: they are tried again first."""
-    import optuna
-
-    for frozen in study.get_trials(deepcopy=False):
-        if frozen.state == optuna.trial.TrialState.RUNNING and frozen.user_attrs.get("where") == _where(folder):
-            study.enqueue_trial(dict(frozen.params))
-            study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
-
-
-def _check_plan(study: optuna.Study, plan: Search) -> None:
-    kept = study.user_attrs.get("plan")
-    if kept is None:
-        if study.get_trials(deepcopy=False) or study.direction.name != "MINIMIZE":
-            raise ConfigError(
-                f"the storage holds a study called {NAME!r} of something else; give a new --out or --storage"
-            )
-        study.set_user_attr("plan", plan.plan())
-        return
-    odd = sorted(key for key, value in plan.plan().items() if kept.get(key) != value)
-    if odd:
-        raise ConfigError(f"the storage holds another search ({', '.join(odd)} differ); give a new --out or --storage")
-
-
-@contextmanager
-def _storage_errors(plan: Search, folder: Path) -> Iterator[None]:
-    """Turns what the database says into one sentence."""
-    import optuna
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, ValueError, ImportError) as error:
-        if isinstance(error, RidgelineError):
-            raise
-        where = plan.storage or folder / DATABASE
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise RidgelineError(f"the storage {where} cannot be used ({reason}); free it, or give another") from error
 
 
 def chosen_config(plan: Search, trial: Trial) -> TrainConfig:
