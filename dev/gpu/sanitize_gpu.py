@@ -22,6 +22,7 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OUT, SOURCES = os.environ.get("OUT", "/tmp"), Path(__file__).resolve().parents[2] / "src/ridgeline"
+os.makedirs(OUT, exist_ok=True)
 DRY, TOOL = bool(os.environ.get("DRY")), os.environ.get("SANITIZER_TOOL", "memcheck")
 WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "14")), float(os.environ.get("LIMIT", "45"))  # of one run
 PLANTED = """
