@@ -72,7 +72,9 @@ MIDDLE = {
 def variants(name):
     config, B, T = WORKLOADS[name]
     if config.width != 256:
-        return {"early": (True, {}), "late": (False, {}), "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch"))}
+        chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
+        unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}
+        return {"early": (True, {}), **unfolded, "sums apart": (True, dict(sums_at_once=False)), "late": (False, {})}
     return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
 
@@ -227,7 +229,8 @@ def block(name):
         if not off < 0.01:
             print(name, key, f"GRADIENT NORMS OFF by {off:.3g}", flush=True)
     layers = m.config.decoder.layers
-    out = {key: us / layers for key, us in interleaved(graphs).items()}
+    few = (5, 4) if B * T > 65536 else (9, 10)  # so many milliseconds a replay that half a minute would go by
+    out = {key: us / layers for key, us in interleaved(graphs, *few).items()}
     for key, us in out.items():
         print(f"{name} {key:22s} {us:8.1f} us a block", flush=True)
     return out
@@ -241,18 +244,19 @@ def step(name):
     train = TrainStep(m, precision="bf16")
     tokens = torch.randint(V, (B, T + 1), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    for _ in range(20):
+    repeats = 6 if B * T > 65536 else 20
+    for _ in range(repeats):
         train(batch)
     torch.cuda.synchronize()
     times = []
     for _ in range(9):
         a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         a.record()
-        for _ in range(20):
+        for _ in range(repeats):
             train(batch)
         b.record()
         torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / 20)
+        times.append(a.elapsed_time(b) / repeats)
     ms = statistics.median(times)
     from torch.profiler import ProfilerActivity, profile
 

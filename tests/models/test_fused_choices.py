@@ -100,6 +100,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
     monkeypatch.setattr(kernels, "mlp_backward_raw", mlp_backward)
     monkeypatch.setattr(gradients, "weight_gradients_raw", grouped)
+    monkeypatch.setattr(gradients, "reduce_raw", lambda sums: grouped([], sums))
     return lambda choices: monkeypatch.setattr(stack, "choose", lambda *_: choices)
 
 
@@ -129,16 +130,18 @@ def test_gradients_are_launched_as_they_gather(
     equals_the_reference_to_rounding(decoder(CONFIGS["learned, tanh"], layers=2))
 
 
-@pytest.mark.parametrize("out", ["cuda", "residual"])
-@pytest.mark.parametrize("name", ["learned, tanh", "relative, dropout, exact"])
+@pytest.mark.parametrize(("out", "folded"), [("cuda", False), ("residual", False), ("residual", True)])
+@pytest.mark.parametrize(
+    "name", ["learned, tanh", "relative, dropout, exact", "one key/value head, RMSNorm, no biases"]
+)
 def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
-    monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None], name: str, out: str
+    monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None], name: str, out: str, folded: bool
 ) -> None:
     for raw in ("forward_raw", "input_gradient_raw"):
         real = getattr(products, raw)
         monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
-    played(Choices(attention="reference", mlp="cuda", qkv="cuda", out=out))
-    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
+    played(Choices(attention="reference", mlp="cuda", qkv="cuda", out=out, folded=folded, sums_at_once=True))
+    equals_the_reference_to_rounding(decoder({**CONFIGS[name], "width": 192}, layers=2))
 
 
 WIDE = {

@@ -12,15 +12,15 @@ SITE, FIRST_SAMPLE, P = 3, 5, 0.3
 SEED_STEP = (77, 9)
 
 
-def source(kernel: str) -> str:
-    """A host program around the kernel of that name and its file."""
+def source(kernel: str, parameters: str = "", arguments: str = "") -> str:
+    """A host program around the kernel of that name and its file, with what it takes beyond the others."""
     return f"""#include "{kernel}_sm90.cu"
 extern "C" const char* run(const rl::TensorMap* m, const int* schedule, int segments, const rl::u16* bias,
                            float* partials, const rl::i64* seed_step, const int* n, float scale, int grid, int random,
-                           int late) {{
+                           int late{parameters}) {{
   return emulation::launch(grid, 384, random, late, [=] {{
     {kernel}(m[0], m[1], m[2], m[3], m[4], reinterpret_cast<const int4*>(schedule), segments, bias, partials, seed_step,
-         n[0], n[1], n[2], scale, n[3], n[4]);
+         n[0], n[1], n[2], scale, n[3], n[4]{arguments});
   }});
 }}
 """

@@ -24,6 +24,8 @@ def described(
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
     factor_MN: Tensor | None = None,
+    norm: None = None,  # test_folded.py has those
+    folded: None = None,
 ) -> Tensor | None:
     """As the docstrings of `gemm` and `stationary` have it."""
     acc = a_MK.double() @ (b if transposed_b else b.t()).double()

@@ -12,6 +12,13 @@ import torch
 
 from ops.product_cases import aligned, beside, dropping, expected, form_of, scheduled, source
 from ridgeline.ops.linear import stationary
+from ridgeline.ops.linear.folded import SHARE
+from ridgeline.ops.norm.reference import NormKind, norm_reference
+
+PARAMETERS = ", void* const* beside, int count"
+ARGUMENTS = """, static_cast<float2*>(beside[0]), static_cast<const float*>(beside[1]),
+         static_cast<const float*>(beside[2]), count"""
+EPS = 1e-5
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,7 @@ class Case:
     units: int = 2
     seed: int = 0
     late: bool = False
+    norm: NormKind | None = None
 
 
 CASES = [
@@ -36,11 +44,63 @@ CASES = [
     Case(450, 132, 136, "residual", units=2, seed=8, late=True),
     Case(41, 136, 40, "bias", units=6, seed=9),
     Case(330, 264, 136, "factor", transposed_b=True, units=1, seed=7, late=True),
+    Case(330, 200, 128, "gelu", units=2, seed=10, norm="layernorm"),
+    Case(300, 200, 192, "bias", units=3, seed=11, late=True, norm="rmsnorm"),
+    Case(450, 192, 136, "residual", units=2, seed=12, norm="layernorm", late=True),
+    Case(330, 264, 72, "factor", transposed_b=True, units=3, seed=13, norm="layernorm"),
+    Case(330, 136, 72, "factor", transposed_b=True, units=2, seed=14, norm="rmsnorm", late=True),
 ]
 
 
+class Beside:
+    """What a norm's part of the kernel reads and writes, random where it reads."""
+
+    def __init__(self, case: Case, a_MK: torch.Tensor) -> None:
+        columns = case.N if case.epilogue == "residual" else case.K
+        self.case, self.takes = case, case.epilogue in ("gelu", "bias")
+        self.shares_SM2 = torch.full((-(-columns // SHARE), case.M, 2), float("nan"))
+        self.rstd_M = torch.rand(case.M) + 0.5
+        self.weight_K, self.bias_K = (torch.randn(2, case.K) + 0.5).bfloat16()
+        if self.takes:
+            wide_MK = a_MK.double()
+            centred_MK = wide_MK - (wide_MK.mean(1, keepdim=True) if case.norm == "layernorm" else 0)
+            self.rstd_M = (centred_MK.square().mean(1) + EPS).rsqrt().float()
+
+    def weights(self, b_NK: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
+        """What the kernel takes for its weights, and the number of each column."""
+        if not self.takes or self.case.norm is None:
+            self.shift_N = torch.full((len(bias_N),), float("nan"))
+            return b_NK
+        scaled_NK = aligned(*b_NK.shape)
+        wide_NK = b_NK.float() * self.weight_K.float()
+        scaled_NK.copy_(wide_NK - wide_NK.mean(1, keepdim=True) if self.case.norm == "layernorm" else wide_NK)
+        self.shift_N = bias_N.float() + b_NK.float() @ self.bias_K.float()
+        return scaled_NK
+
+    def pointers(self) -> ctypes.Array[ctypes.c_void_p]:
+        tensors = (self.shares_SM2, self.rstd_M, self.shift_N)
+        return (ctypes.c_void_p * 3)(*(x.data_ptr() for x in tensors))
+
+    def normed(self, a_MK: torch.Tensor) -> torch.Tensor:
+        """What the product takes in A's place, in float64."""
+        kind = self.case.norm
+        if not self.takes or kind is None:
+            return a_MK
+        return norm_reference(a_MK.double(), self.weight_K.double(), self.bias_K.double(), eps=EPS, kind=kind)
+
+    def check(self, out_MN: torch.Tensor) -> None:
+        if self.case.epilogue == "residual":
+            torch.testing.assert_close(self.shares_SM2, shares_of(out_MN), rtol=1e-5, atol=1e-4)
+
+
+def shares_of(r_MK: torch.Tensor) -> torch.Tensor:
+    """A row's sum and sum of squares over 64 columns each."""
+    parts = r_MK.float().split(SHARE, dim=1)
+    return torch.stack([torch.stack([part.sum(1), part.square().sum(1)], 1) for part in parts])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}-{case.norm}")
 def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     torch.manual_seed(case.seed)
     M, N, K = case.M, case.N, case.K
@@ -50,19 +110,27 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     out = aligned(M, N).fill_(float("nan"))
     c, slope = beside(form, M, N)
     schedule, slots = scheduled(-(-M // stationary.TILE), -(-N // stationary.COLUMNS), case.units)
-    sums = torch.zeros(slots, N)
-    maps = emulation.maps(*((x, (64, 64)) for x in (a, b, c, out, slope)))
+    sums, beside_norm = torch.zeros(slots, N), Beside(case, a)
+    weights = beside_norm.weights(b, bias)
+    maps = emulation.maps(*((x, (64, 64)) for x in (a, weights, c, out, slope)))
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-    macros = stationary.defines(K, form)
-    fault = emulation.compile(source("stationary"), macros, stationary.SOURCE.parent)(
+    macros = stationary.defines(K, form, case.norm is not None)
+    fault = emulation.compile(source("stationary", PARAMETERS, ARGUMENTS), macros, stationary.SOURCE.parent)(
         ctypes.byref(maps), pointer(schedule), schedule.shape[1], pointer(bias), pointer(sums), pointer(seed_step),
-        numbers, scale, len(schedule), case.seed, int(case.late),
+        numbers, scale, len(schedule), case.seed, int(case.late), beside_norm.pointers(), M,
     )  # fmt: skip
     assert fault is None
-    right, right_slope = expected(form, a, b, bias, c)
-    assert (out.double() - right).norm() <= 2e-3 * right.norm()
+    right, right_slope = expected(form, beside_norm.normed(a), b, bias, c)
+    total = right.sum(0)
+    if form.factor and case.norm is not None:
+        right = right * beside_norm.rstd_M.double()[:, None]
+    roundings = 3e-3 if case.norm else 2e-3  # behind a norm one of the weights times its scale, too
+    assert (out.double() - right).norm() <= roundings * right.norm()
     if form.slope:
-        assert (slope.double() - right_slope).norm() <= 1e-3 * right_slope.norm()
+        rounded = 5e-3 if case.norm else 1e-3
+        assert (slope.double() - right_slope).norm() <= rounded * right_slope.norm()
     if form.factor:
-        assert (sums.double().sum(0) - right.sum(0)).norm() <= 1e-3 * right.sum(0).norm()
+        assert (sums.double().sum(0) - total).norm() <= 1e-3 * total.norm()
+    if case.norm is not None:
+        beside_norm.check(out)

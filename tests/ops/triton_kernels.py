@@ -58,10 +58,47 @@ def norm_cases() -> dict[str, Case]:
                 "BRANCH_BIAS": True,
                 "ROWS": backward.rows,
                 "STAGES": backward.stages,
+                "DIVIDED": C == 512,
             },
             backward,
         )
     return cases
+
+
+def folded_cases() -> dict[str, Case]:
+    from ridgeline.ops.linear import folded_triton as folded
+
+    return {
+        "gradient behind a folded norm": Case(
+            folded.folded_gradient_kernel,
+            pointers("fp32 product sums weight bias; bf16 scale shift"),
+            {"P": "i32", "M": "i32/16"},
+            {
+                "K": 512,
+                "ADD_WEIGHT": True,
+                "ADD_BIAS": True,
+                "MEANS": True,
+                "ROWS": folded.ROWS,
+                "SLOTS": folded.SLOTS,
+                "BLOCK_K": 512,
+            },
+            Launch(rows=folded.ROWS, warps=4),
+        ),
+        "folded statistics": Case(
+            folded.folded_statistics_kernel,
+            pointers("fp32 shares mean rstd"),
+            {"N": "i32", "eps": "fp32"},
+            {"PARTS": 8, "C": 512, "MEANS": True, "ROWS": 256},
+            Launch(rows=256, warps=4),
+        ),
+        "folded weights": Case(
+            folded.folded_weights_kernel,
+            pointers("bf16 weight bias scale shift scaled; fp32 out_bias"),
+            {"M": "i32/16"},
+            {"K": 512, "CENTRED": True, "ROWS": folded.ROWS, "BLOCK_K": 512},
+            Launch(rows=folded.ROWS, warps=4),
+        ),
+    }
 
 
 def activation_cases() -> dict[str, Case]:
@@ -235,8 +272,8 @@ def input_cases() -> dict[str, Case]:
             input_vector_kernel,
             pointers("i16 categories; fp32 numbers; u8 previous; bf16 tables out; i32 columns"),
             {"N": "i32"},
-            {"K": 5, "M": 18, "H": 3, "W": 168, "ROWS": 4, "BLOCK_W": 256},
-            Launch(rows=4, warps=4),
+            {"K": 5, "M": 18, "H": 3, "W": 168, "ROWS": 8, "BLOCK_W": 256},
+            Launch(rows=8, warps=4),
         ),
         "dropout": Case(
             dropout_kernel,
@@ -316,6 +353,7 @@ def all_cases() -> dict[str, Case]:
     """Every launch by name."""
     return (
         norm_cases()
+        | folded_cases()
         | activation_cases()
         | cross_entropy_cases()
         | embedding_cases()

@@ -63,7 +63,7 @@ def block_forward(
     attention = ATTENTION[run.choices.attention](run.config, run.shape, sites[0])
     qkv_NQ = linear(first.h_NC, weights.qkv_QC, weights.qkv_bias_Q, impl=run.choices.qkv)
     mixed_NM = attention.forward(qkv_NQ, weights.relative_RD)
-    between = Join(weights.out_bias_C, weights.norm_2, sites[1])
+    between = Join(weights.out_bias_C, weights.norm_2, sites[1], run.choices.folded)
     middle = project_forward(run, mixed_NM, weights.out_CM, first.r_NC, between)
     hidden, last = mlp_forward(run, middle, weights.mlp, after)
     return Saved(attention, middle, hidden), last

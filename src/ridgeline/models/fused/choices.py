@@ -10,6 +10,7 @@ import torch
 from ridgeline.models.config import DecoderConfig
 from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
+from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
@@ -26,12 +27,15 @@ class Choices:
             autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
         qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
-        out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers) or
+        out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers),
             "residual" (and the residual written by the product, so that the norm stands alone).
+        folded: no kernel makes the norm before the MLP, the products beside it take its parts (ops/linear/folded): with
+            mlp "cuda", out "residual", and without groups.
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins) or else "down" (its second product) and "up" (the input gradient
             of its first), "out" (attention's output projection) and "qkv" (the input gradient of the joint projection).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
+        sums_at_once: all column sums by one launch behind the backward pass, as with a group, or each by its own.
         early: kernels start while the one before still runs (ops/early.py).
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
     """
@@ -40,8 +44,10 @@ class Choices:
     mlp: str
     qkv: str = "torch"
     out: str = "torch"
+    folded: bool = False
     rows: frozenset[str] = frozenset()
     grouped: bool = False
+    sums_at_once: bool = False
     early: bool = True
     side_stream: bool = False
 
@@ -87,13 +93,16 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     few = device.type == "cuda" and B * T <= FEW_TOKENS
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow, narrow and B * T > MANY_TOKENS
+    out = _projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few)
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
-        out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
+        out=out,
+        folded=out == "residual" and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
         grouped=whole_rows or many,
+        sums_at_once=hopper,
         early=not many,
         side_stream=few and not whole_rows,  # a group fills the card
     )

@@ -12,6 +12,8 @@ from torch import Tensor
 from ridgeline.models.fused.choices import Choices
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import products
+from ridgeline.ops.linear.folded import FoldedNorm
+from ridgeline.ops.linear.folded_triton import folded_gradient_raw
 from ridgeline.ops.linear.reduce import Job, reduce_raw
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient, weight_gradients_raw
 from ridgeline.ops.sink import GradientSink, sink_of
@@ -41,6 +43,7 @@ class WeightGradients:
 
     def __init__(self, device: torch.device, choices: Choices) -> None:
         self._device, self._grouped = device, choices.grouped
+        self._gathers_sums = choices.grouped or choices.sums_at_once
         self.deferred = choices.grouped or choices.side_stream
         self._stream = None
         if choices.side_stream:
@@ -58,9 +61,16 @@ class WeightGradients:
         return None if self._grouped else bias_M
 
     def product(
-        self, weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, bias_M: Tensor | None, partials_PM: Tensor | None = None
-    ) -> None:
-        """The gradients of y = x Wᵀ + b: dyᵀ x, and the column sums of dy (or of partial sums over its rows)."""
+        self, weight_MK: Tensor, dy_NM: Tensor, x_NK: Tensor, bias_M: Tensor | None, partials_PM: Tensor | None = None,
+        norm: FoldedNorm | None = None,
+    ) -> None:  # fmt: skip
+        """The gradients of y = x Wᵀ + b: dyᵀ x, and the column sums of dy (or of partial sums over its rows).
+
+        With a `norm`, which goes without groups, y = norm(x) Wᵀ + b, and dy comes divided by σ, but not its sums.
+        """
+        if norm is not None and partials_PM is not None:
+            self._beside(self._folded_product, weight_MK, dy_NM, x_NK, bias_M, partials_PM, norm)
+            return
         if self._grouped:
             if len(self._group) == MAX_PROBLEMS or self._bytes > GATHERED_BYTES:
                 self._flush()
@@ -76,7 +86,7 @@ class WeightGradients:
 
     def sums(self, partials_PW: Tensor, weights: Sequence[Tensor]) -> None:
         """Column sums of fp32 partials, split among one-dimensional weights that lie side by side in its columns."""
-        if not self._grouped:
+        if not self._gathers_sums:
             self._beside(self._column_sums, partials_PW, weights)
             return
         self._apart(*weights)
@@ -155,6 +165,22 @@ class WeightGradients:
         target, add = sink.take()
         products.weight_gradient_raw(dy_NM, x_NK, target, accumulate=add)
         sink.finished()
+
+    def _folded_product(
+        self, weight_MK: Tensor, dy_NM: Tensor, r_NK: Tensor, bias_M: Tensor | None, sums_PM: Tensor, norm: FoldedNorm
+    ) -> None:
+        product_MK = torch.empty(weight_MK.shape, dtype=torch.float32, device=weight_MK.device)
+        products.weight_gradient_raw(dy_NM, r_NK, product_MK, accumulate=False)
+        gathered = len(self._taken)
+        weights = [weight for weight in (weight_MK, bias_M) if weight is not None]
+        places = [self._place(weight) for weight in weights]
+        bias = places[1] if bias_M is not None else Place(None, False)  # type: ignore[arg-type]
+        folded_gradient_raw(
+            product_MK, sums_PM, norm, places[0].target, bias.target, add_weight=places[0].add, add_bias=bias.add
+        )
+        for sink in self._taken[gathered:]:
+            sink.finished()
+        del self._taken[gathered:]
 
     def _deliver(self, weight: Tensor, gradient: Tensor) -> None:
         sink = sink_of(weight)

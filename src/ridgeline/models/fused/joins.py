@@ -16,6 +16,7 @@ from ridgeline.models.fused.attention import Shape
 from ridgeline.models.fused.choices import Choices
 from ridgeline.models.fused.gradients import WeightGradients
 from ridgeline.ops.linear import Masks, products
+from ridgeline.ops.linear.folded import SHARE, FoldedNorm
 from ridgeline.ops.mlp import kernels as rows
 from ridgeline.ops.norm import triton as norms
 
@@ -36,20 +37,28 @@ class Norm(NamedTuple):
 
 
 class Join(NamedTuple):
-    """A join's parameters: the branch's bias (None without), the norm's weights, the number of its dropout."""
+    """A join's parameters: the branch's bias (None without), the norm's weights, the number of its dropout.
+
+    `folded`: the products beside the norm take its parts, so that it is never made.
+    """
 
     branch_bias_C: Tensor | None
     norm: Norm
     site: int
+    folded: bool = False
 
 
 class Joined(NamedTuple):
-    """A join's results: the residual stream, its norm, and the norm's statistics."""
+    """A join's results: the residual stream, its norm, and the norm's statistics.
+
+    A norm that is folded into the products beside it is never made: the products take the stream, and `folded`.
+    """
 
     r_NC: Tensor
     h_NC: Tensor
     mean_N: Tensor | None
     rstd_N: Tensor
+    folded: FoldedNorm | None = None
 
 
 class Slopes(NamedTuple):
@@ -78,9 +87,12 @@ def input_gradient(dy_NM: Tensor, weight_MK: Tensor, *, impl: str) -> Tensor:
 
 
 def _results(run: Pass, like_NC: Tensor, r_NC: Tensor) -> Joined:
+    return Joined(r_NC, torch.empty_like(like_NC), *_statistics(run, like_NC))
+
+
+def _statistics(run: Pass, like_NC: Tensor) -> tuple[Tensor | None, Tensor]:
     rstd_N = like_NC.new_empty(len(like_NC), dtype=torch.float32)
-    mean_N = torch.empty_like(rstd_N) if run.config.norm == "layernorm" else None
-    return Joined(r_NC, torch.empty_like(like_NC), mean_N, rstd_N)
+    return torch.empty_like(rstd_N) if run.config.norm == "layernorm" else None, rstd_N
 
 
 def join_forward(
@@ -106,12 +118,20 @@ def norm_forward(run: Pass, r_NC: Tensor, norm: Norm) -> Joined:
     return out
 
 
+def folded_norm(run: Pass, r_NC: Tensor, norm: Norm) -> tuple[Joined, FoldedNorm]:
+    """What a norm will be that no kernel makes; the stream stands in the norm's place."""
+    shares_SN2 = r_NC.new_empty(r_NC.shape[1] // SHARE, len(r_NC), 2, dtype=torch.float32)
+    statistics = _statistics(run, r_NC)
+    folded = FoldedNorm(run.config.norm, run.config.norm_eps, *norm, shares_SN2, *statistics)
+    return Joined(r_NC, r_NC, *statistics, folded), folded
+
+
 def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Joined]:
     """The join as a product's kernel takes it, and where its results will be."""
     out = _results(run, residual_NC, torch.empty_like(residual_NC))
     config, norm = run.config, join.norm
     return rows.Join(
-        config.norm, config.norm_eps, norm.weight_C, norm.bias_C, join.branch_bias_C, residual_NC, *out,
+        config.norm, config.norm_eps, norm.weight_C, norm.bias_C, join.branch_bias_C, residual_NC, *out[:4],
         _masks(run, join),
     ), out  # fmt: skip
 
@@ -130,11 +150,13 @@ def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Ten
     if run.choices.out != "residual":
         return join_forward(run, linear(x_NK, weight_CK, impl=run.choices.out), residual_NC, join)
     r_NC = torch.empty_like(residual_NC)
+    joined, folded = folded_norm(run, r_NC, join.norm) if join.folded else (None, None)
     products.forward_raw(
         x_NK, weight_CK, r_NC,
-        bias_M=join.branch_bias_C, residual_NM=residual_NC, masks=_masks(run, join), impl="cuda",
+        bias_M=join.branch_bias_C, residual_NM=residual_NC, masks=_masks(run, join),
+        norm=folded, impl="cuda",
     )  # fmt: skip
-    return norm_forward(run, r_NC, join.norm)
+    return joined or norm_forward(run, r_NC, join.norm)
 
 
 def _masks(run: Pass, join: Join) -> Masks | None:
@@ -164,7 +186,8 @@ def join_backward(
     norms.norm_backward_raw(
         dh_NC, joined.r_NC, norm.weight_C, joined.mean_N, joined.rstd_N, partials, kind=config.norm,
         bias=norm.bias_C is not None, branch_bias=grads.unsummed(join.branch_bias_C) is not None,
-        dresidual_NC=dresidual_NC, dr_NC=out.dr_NC, dbranch_NC=out.dbranch_NC if dropped else None,
+        divided=joined.folded is not None, dresidual_NC=dresidual_NC, dr_NC=out.dr_NC,
+        dbranch_NC=out.dbranch_NC if dropped else None,
         T=shape.T, p=shape.p, dropout=shape.dropout if dropped else None, site=join.site,
     )  # fmt: skip
     grads.sums(partials, small)

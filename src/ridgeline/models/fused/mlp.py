@@ -23,6 +23,7 @@ from ridgeline.models.fused.joins import (
 )
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.linear import products
+from ridgeline.ops.linear.folded import FoldedNorm
 from ridgeline.ops.mlp import kernels as rows
 
 
@@ -55,7 +56,10 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
     a_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     if run.choices.mlp == "cuda":
         kept_NF = products.slope_empty(h_NC, *a_NF.shape)
-        products.forward_raw(h_NC, up_FC, a_NF, bias_M=weights.up_bias_F, gelu=gelu, slope_NM=kept_NF, impl="cuda")
+        products.forward_raw(
+            h_NC, up_FC, a_NF,
+            bias_M=weights.up_bias_F, gelu=gelu, slope_NM=kept_NF, norm=middle.folded, impl="cuda",
+        )  # fmt: skip
     else:
         kept_NF = torch.empty_like(a_NF)
         torch.mm(h_NC, up_FC.t(), out=kept_NF)
@@ -73,9 +77,9 @@ def mlp_backward(
     if "mlp" in run.choices.rows:
         du_NF, partials_PF, before = _rows_backward(run, behind, middle, hidden, weights, join, grads, wants_sums)
     else:
-        du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, wants_sums)
+        du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, middle.folded, wants_sums)
     grads.product(weights.down_CF, behind.dbranch_NC, hidden.a_NF, weights.down_bias_C)
-    grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
+    grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF, norm=middle.folded)
     return before or project_backward(run, "up", du_NF, weights.up_FC, behind.dr_NC, middle, join, grads)
 
 
@@ -95,14 +99,19 @@ def _rows_backward(
 
 
 def _hidden_backward(
-    run: Pass, dz_NC: Tensor, hidden: Hidden, weights: MlpWeights, sums: bool
+    run: Pass, dz_NC: Tensor, hidden: Hidden, weights: MlpWeights, norm: FoldedNorm | None, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """du = (dz Wdown) · gelu'(u + b), and where wanted fp32 partial sums of it over its rows."""
+    """du = (dz Wdown) · gelu'(u + b), and where wanted fp32 partial sums of it over its rows.
+
+    Behind a folded norm du / σ, with the sums that its weight's gradient needs.
+    """
     kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
     du_NF = dz_NC.new_empty(kept_NF.shape)
     if run.choices.mlp == "cuda":
-        partials_PF = products.input_gradient_raw(dz_NC, weights.down_CF, du_NF, slope_NK=kept_NF, impl="cuda")
-        return du_NF, partials_PF if sums else None
+        partials_PF = products.input_gradient_raw(
+            dz_NC, weights.down_CF, du_NF, slope_NK=kept_NF, norm=norm, impl="cuda"
+        )
+        return du_NF, partials_PF if sums or norm is not None else None
     torch.mm(dz_NC, weights.down_CF, out=du_NF)
     partials_PF = None
     if sums:

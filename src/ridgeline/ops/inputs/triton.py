@@ -78,7 +78,7 @@ def input_vector_raw(
     """
     N, W = out_NW.shape
     block_w = power_of_two(W)
-    config = config or Launch(rows=max(1, 1024 // block_w), warps=4)
+    config = config or Launch(rows=max(1, 2048 // block_w), warps=4)
     sizes = [0 if part is None else part.shape[1] for part in (categories_NK, numbers_NM, previous_NH)]
     input_vector_kernel[(grid_rows(N, config.rows),)](
         categories_NK, numbers_NM, previous_NH, tables, columns_W5, out_NW, N,

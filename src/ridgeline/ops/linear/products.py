@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.linear import gemm, stationary
+from ridgeline.ops.linear.folded import SHARE, FoldedNorm, FoldedWeights, folded_statistics
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
+from ridgeline.ops.norm.reference import norm_reference
 from ridgeline.ops.scope import product_scope
 
 ROW_ALIGNMENT = 16  # bytes: what the copy engine takes, and what cuBLAS's fast kernels want
@@ -51,21 +53,32 @@ def forward_raw(
     slope_NM: Tensor | None = None,
     residual_NM: Tensor | None = None,
     masks: Masks | None = None,
+    norm: FoldedNorm | None = None,
     impl: str = "torch",
 ) -> None:
-    """out = x Wᵀ + b; or its GELU, with the derivative in `slope_NM` if given; or residual + dropout(x Wᵀ + b)."""
+    """out = x Wᵀ + b; or its GELU, with the derivative in `slope_NM` if given; or residual + dropout(x Wᵀ + b).
+
+    With a `norm` the residual's product leaves the norm's shares; any other takes norm(x) in x's place, and writes the
+    statistics ("cuda": K of x up to 512).
+    """
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
+    if norm is not None and residual_NM is None:
+        folded_statistics(norm)
+    takes = norm is not None and residual_NM is None
     whole_tiles = masks is None or masks.T >= stationary.LEAST_SAMPLE
     named = product_scope("forward", len(x_NK), weight_MK.shape[1], weight_MK.shape[0])
     if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
         with named:
             stationary.stationary(
                 x_NK, weight_MK, out_NM,
-                bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks,
+                bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks, norm=norm,
+                folded=_folded(weight_MK, bias_M, norm) if takes and norm is not None else None,
             )  # fmt: skip
         return
+    if norm is not None and residual_NM is None:
+        x_NK = norm_reference(x_NK, norm.weight_K, norm.bias_K, eps=norm.eps, kind=norm.kind)
     config = gemm.choose(out_NM.shape[0], out_NM.shape[1], epilogue) if impl == "cuda" else None
     if config is not None:
         with named:
@@ -88,6 +101,18 @@ def forward_raw(
         out_NM.copy_(masked(out_NM, masks))
     if residual_NM is not None:
         out_NM.add_(residual_NM)
+    if norm is not None and residual_NM is not None:
+        parts = out_NM.float().unflatten(1, (-1, SHARE))
+        norm.shares_SM2.copy_(torch.stack([parts.sum(2), parts.square().sum(2)], 2).transpose(0, 1))
+
+
+def _folded(weight_MK: Tensor, bias_M: Tensor | None, norm: FoldedNorm) -> FoldedWeights:
+    """The weights of a product behind a folded norm: a launch of its own."""
+    from ridgeline.ops.linear.folded_triton import folded_weights_raw  # imports Triton
+
+    folded = FoldedWeights(torch.empty_like(weight_MK), weight_MK.new_empty(len(weight_MK), dtype=torch.float32))
+    folded_weights_raw(weight_MK, bias_M, norm, folded)
+    return folded
 
 
 def input_gradient_raw(
@@ -96,17 +121,19 @@ def input_gradient_raw(
     dx_NK: Tensor,
     *,
     slope_NK: Tensor | None = None,
+    norm: FoldedNorm | None = None,
     impl: str = "torch",
 ) -> Tensor | None:
     """dx = dy W; where x was a GELU, with its derivative in `slope_NK`, the gradient of its input: dy W · slope.
 
     Returns:
         With `slope_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the GELU's bias).
+        With the `norm` before the GELU's product too, whose 1 / σ then multiplies dx behind those sums.
     """
     named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         with named:
-            return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
+            return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK, norm=norm)
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "plain" if slope_NK is None else "factor")
     if impl == "cuda" and config is not None:
         with named:
@@ -115,7 +142,11 @@ def input_gradient_raw(
     if slope_NK is None:
         return None
     torch.mul(dx_NK, slope_NK, out=dx_NK)
-    return dx_NK.sum(0, keepdim=True, dtype=torch.float32)
+    sums_1K = dx_NK.sum(0, keepdim=True, dtype=torch.float32)
+    if norm is None:
+        return sums_1K
+    dx_NK.mul_(norm.rstd_M[:, None])
+    return sums_1K
 
 
 def weight_gradient_raw(dy_NM: Tensor, x_NK: Tensor, dweight_MK: Tensor, *, accumulate: bool = True) -> None:

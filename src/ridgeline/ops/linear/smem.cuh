@@ -15,6 +15,15 @@ RL_D uint4 load_shared_16(u32 address) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
   return v;
 }
+RL_D uint2 load_shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+RL_D void store_shared_4(u32 address, u32 a) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(a) : "memory"); }
+RL_D u32 as_bits(float value) { return __float_as_uint(value); }
+RL_D float from_bits(u32 bits) { return __uint_as_float(bits); }
+RL_D void sync_warp() { __syncwarp(); }
 RL_D u32 remote_address(u32 address, u32 rank) {  // where `address` lies in block `rank` of the cluster
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops.linear.gemm import KINDS, Form, mask_arguments, plan_of
+from ridgeline.ops.linear.folded import FoldedNorm, FoldedWeights
+from ridgeline.ops.linear.gemm import KINDS as SHARED_KINDS
+from ridgeline.ops.linear.gemm import Form, mask_arguments, plan_of
 from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "stationary_sm90.cu"
@@ -21,7 +23,8 @@ TILE_BYTES = TILE * TILE * 2
 COLUMNS = 2 * TILE  # of a block
 LARGEST_K = 512
 LEAST_SAMPLE = TILE  # rows of a sample under dropout: a tile meets two samples at most
-BARRIER_BYTES = 1024
+BARRIER_BYTES = 2048  # and the rows' numbers of a norm
+KINDS = SHARED_KINDS + "PPPi"
 
 
 def _beside(outputs: int, reads_c: bool) -> int:
@@ -40,17 +43,22 @@ def smem(macros: Mapping[str, int]) -> int:
     return tiles * TILE_BYTES + BARRIER_BYTES
 
 
-def defines(K: int, form: Form) -> dict[str, int]:
-    """The macros that compile the kernel for an inner size and a form."""
+def defines(K: int, form: Form, folded: bool = False) -> dict[str, int]:
+    """The macros that compile the kernel for an inner size, a form, and a part in a folded norm."""
     k_chunks = -(-K // TILE)
     laps = fitting_laps(k_chunks, 1 + form.slope, form.reads_c)
-    return form.macros() | {"K_CHUNKS": k_chunks, "LAPS": laps}
+    part = {
+        "STATS": int(folded and form.residual),
+        "NORM": int(folded and not form.reads_c),
+        "SCALED": int(folded and form.factor),
+    }
+    return form.macros() | part | {"K_CHUNKS": k_chunks, "LAPS": laps}
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(device: int, K: int, form: Form) -> tuple[cuda.Kernel, int]:
+def _kernel(device: int, K: int, form: Form, folded: bool) -> tuple[cuda.Kernel, int]:
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
-    macros = defines(K, form)
+    macros = defines(K, form, folded)
     return cuda.load(SOURCE, macros).kernel("stationary", KINDS, patient=True), smem(macros)
 
 
@@ -66,6 +74,8 @@ def stationary(
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
     factor_MN: Tensor | None = None,
+    norm: FoldedNorm | None = None,
+    folded: FoldedWeights | None = None,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
 
@@ -78,23 +88,30 @@ def stationary(
         out_MN: written.
         masks: dropout of samples of at least 64 rows.
         slope_MN, factor_MN: fp16 whatever a has.
+        norm: one that no pass of its own makes. With a residual, its shares are left beside `out_MN`; with a factor,
+            out is divided by each row's σ; else A is the residual stream, and norm(A) is what is multiplied, by weights
+            and a bias that `folded` has in place of `b` and `bias_N`.
 
     Returns:
-        With `factor_MN`, fp32 partial column sums [rows, N] of out; else None.
+        With `factor_MN`, fp32 partial column sums [rows, N] of out (with a `norm` too, of out · σ); else None.
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
+    b = b if folded is None else folded.scaled_MK
     reads = residual_MN if factor_MN is None else factor_MN
     form = Form(
         a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
         masks is not None, factor_MN is not None,
     )  # fmt: skip
-    kernel, size = _kernel(a_MK.get_device(), K, form)
+    kernel, size = _kernel(a_MK.get_device(), K, form, norm is not None)
     plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
     maps = [cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (a_MK, b, reads, out_MN, slope_MN)]
     sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if factor_MN is not None else None
+    beside: Sequence[cuda.Argument] = (None, None, None, M)
+    if norm is not None:
+        beside = (norm.shares_SM2, norm.rstd_M, None if folded is None else folded.bias_M, M)
     arguments: Sequence[cuda.Argument] = (
-        *maps, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
+        *maps, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N), *beside
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, size, arguments)
     return sums

@@ -10,9 +10,12 @@ constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 val
 constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr int OUTPUTS = BOTH ? 2 : 1;
-// dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers
+constexpr bool BY_ROW = NORM || SCALED;  // the epilogue has a number for each row of A
+// dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two buffers of rows'
+// numbers
 constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
-constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * TILE_BYTES : 0);
+constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * TILE_BYTES : 0), ROW_NUMBERS = BARRIERS + 1024;
+constexpr int ROW_NUMBERS_BYTES = 4 * ROWS;
 static_assert(K_CHUNKS <= 8, "B does not fit the registers");
 
 struct Barriers {
@@ -23,12 +26,22 @@ struct Barriers {
   RL_D u32 c_empty(int group, int buffer) const { return base + 8 * (2 * STAGES + 4 + 2 * group + buffer); }
   RL_D u32 staged(int group, int buffer) const { return base + 8 * (2 * STAGES + 8 + 2 * group + buffer); }
   RL_D u32 vacant(int group, int buffer) const { return base + 8 * (2 * STAGES + 12 + 2 * group + buffer); }
+  RL_D u32 rows_full(int buffer) const { return base + 8 * (2 * STAGES + 16 + buffer); }
+  RL_D u32 rows_empty(int buffer) const { return base + 8 * (2 * STAGES + 18 + buffer); }
 };
-static_assert(8 * (2 * STAGES + 16) <= 1024, "barriers overflow");
+static_assert(8 * (2 * STAGES + 20) <= 1024, "barriers overflow");
 
 struct Problem {
   const TensorMap *a, *b, *c, *d, *u;
   int n;
+};
+
+// Rows of a residual stream that a norm stands behind.
+struct Rows {
+  float2* shares;      // [64 columns each, rows]: sum and sum of squares (STATS)
+  const float* rstd;   // [rows]
+  const float* shift;  // NORM: b' of every column of D
+  int count;
 };
 
 // A stretch of work: {column tile + 65536 · row of partial sums, first row tile, row tile step, count}.

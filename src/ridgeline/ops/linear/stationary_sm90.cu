@@ -12,10 +12,15 @@
 //             3 D = acc · C, with column sums of D
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
 //   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
+//   A norm without a pass of its own (stationary_rows.cuh):
+//   STATS (epilogue 2): each row's sum and sum of squares over 64 columns of D are left beside it.
+//   NORM (epilogues 0 and 1): A is a residual stream, B is W', the bias b' in fp32, acc / σ + b' takes the place of acc + bias.
+//   SCALED (epilogue 3): D's rows times 1 / σ of a norm's rows, with column sums of D before that.
 #include "stationary_layout.cuh"
 
 #include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
+#include "stationary_rows.cuh"
 
 // B of each warpgroup, then the segment's rows of A, all through one ring.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
@@ -40,32 +45,54 @@ RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar
   }
 }
 
-RL_D void produce_c(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
+// Tiles of C, and what the epilogue has for each row: a warp's work.
+RL_D void produce_beside(const Problem& p, const Rows& rows, const int4* schedule, u32 smem, Barriers bar, int lane) {
   int sent = 0;
-  for (Segment now{*schedule}; now.valid(); now = {*++schedule})
-    for (int tile = 0; tile < now.count(); ++tile, ++sent)
-      for (int group = 0; group < GROUPS; ++group) {
-        const int buffer = sent & 1;
-        barrier_wait(bar.c_empty(group, buffer), (sent >> 1 & 1) ^ 1);
-        barrier_expect(bar.c_full(group, buffer), TILE_BYTES);
-        copy_2d(c_tile(smem, group, buffer), p.c, now.column(group), now.row(tile), bar.c_full(group, buffer));
+  RowScales next;
+  for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
+    if (BY_ROW) next.load(rows, now.row(0), lane);
+    for (int tile = 0; tile < now.count(); ++tile, ++sent) {
+      const int buffer = sent & 1;
+      const u32 before = (sent >> 1 & 1) ^ 1;
+      if (READS_C && lane == 0)
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+          barrier_wait(bar.c_empty(group, buffer), before);
+          barrier_expect(bar.c_full(group, buffer), TILE_BYTES);
+          copy_2d(c_tile(smem, group, buffer), p.c, now.column(group), now.row(tile), bar.c_full(group, buffer));
+        }
+      if (BY_ROW) {
+        const RowScales mine = next;
+        if (tile + 1 < now.count()) next.load(rows, now.row(tile + 1), lane);
+        barrier_wait(bar.rows_empty(buffer), before);
+        mine.store(smem + ROW_NUMBERS + buffer * ROW_NUMBERS_BYTES, lane);
+        sync_warp();
+        if (lane == 0) barrier_arrive(bar.rows_full(buffer));
       }
+    }
+  }
 }
 
-// Sends a warpgroup's finished tiles to memory.
-RL_D void deliver(const Problem& p, const int4* schedule, u32 smem, Barriers bar, int group) {
+// Sends a warpgroup's finished tiles to memory: one lane's work, or with STATS a warp's.
+RL_D void deliver(const Problem& p, const Rows& rows, const int4* schedule, u32 smem, Barriers bar, int group, int lane) {
   int sent = 0;
   for (Segment now{*schedule}; now.valid(); now = {*++schedule})
     for (int tile = 0; tile < now.count(); ++tile, ++sent) {
-      const int buffer = sent & 1;
+      const int buffer = sent & 1, column = now.column(group), row = now.row(tile);
       barrier_wait(bar.staged(group, buffer), sent >> 1 & 1);
-      store_2d(p.d, staging(smem, group, buffer, 0), now.column(group), now.row(tile));
-      if (BOTH) store_2d(p.u, staging(smem, group, buffer, 1), now.column(group), now.row(tile));
-      store_commit();
-      store_wait_read<1>();
-      if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
+      if (lane == 0) {
+        store_2d(p.d, staging(smem, group, buffer, 0), column, row);
+        if (BOTH) store_2d(p.u, staging(smem, group, buffer, 1), column, row);
+        store_commit();
+        store_wait_read<1>();
+        if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
+      }
+      if (STATS) {
+        sum_rows(rows, staging(smem, group, buffer, 0), column, row, p.n, lane);
+        sync_warp();
+      }
     }
-  store_wait_read<0>();
+  if (lane == 0) store_wait_read<0>();
 }
 
 // A descriptor from its low word; the high one is a constant.
@@ -91,6 +118,7 @@ struct Consumer {
   u32 weights[4 * K_CHUNKS][4];
   float bias[2], sums[2];
   u32 c[4];            // of two parts
+  float scales[2][2];  // BY_ROW: 1 / σ of both rows of a part, and of the next part's
   Mask mask;
   DropoutKeys keys[2];  // of the sample that the tile's first row belongs to, and of the next
   int position;         // of the first row in its sample
@@ -130,7 +158,7 @@ struct Consumer {
   }
   RL_D int slot_before() const { return (ring.first == 0 ? STAGES : ring.first) - 1; }  // the last tile's last
 
-  RL_D void load_weights(const u16* pointer, int column) {
+  RL_D void load_weights(const u16* pointer, const Rows& rows, int column) {
     const int q = lane >> 3, low = q & 1, high = q >> 1;
 #pragma unroll
     for (int owner = 0; owner < GROUPS; ++owner) {
@@ -154,9 +182,15 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int x = column + 16 * warp + (lane >> 2) + 8 * h;
-      bias[h] = HAS_BIAS && x < p.n ? unpack_one(pointer[x]) : 0.f;
+      if (NORM) bias[h] = x < p.n ? rows.shift[x] : 0.f;
+      else bias[h] = HAS_BIAS && x < p.n ? unpack_one(pointer[x]) : 0.f;
       sums[h] = 0.f;
     }
+  }
+
+  RL_D void load_scales(int j) {
+    const uint2 v = load_shared_8(smem + ROW_NUMBERS + (sent & 1) * ROW_NUMBERS_BYTES + 32 * j + 8 * (lane & 3));
+    scales[j & 1][0] = from_bits(v.x), scales[j & 1][1] = from_bits(v.y);
   }
 
   // Eight rows of a tile: columns lane / 4 (+ 8), rows 8 j + 2 (lane % 4) (+ 1).
@@ -166,6 +200,16 @@ struct Consumer {
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
     if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+    if (BY_ROW && j == 0) {
+      barrier_wait(bar.rows_full(sent & 1), sent >> 1 & 1);
+      load_scales(0);
+    }
+    if (BY_ROW && j < 7) load_scales(j + 1);
+    const float(&by_row)[2] = scales[j & 1];
+    if (BY_ROW && j == 6) {
+      sync_warp();
+      if (lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
+    }
     u32 out[2], slope[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -174,6 +218,9 @@ struct Consumer {
       if (EPILOGUE == 3) {
         v0 *= half_low(here), v1 *= half_high(here);
         sums[h] += v0 + v1;
+        if (SCALED) v0 *= by_row[0], v1 *= by_row[1];
+      } else if (NORM) {
+        v0 = fmaf(v0, by_row[0], bias[h]), v1 = fmaf(v1, by_row[1], bias[h]);
       } else if (HAS_BIAS) {
         v0 += bias[h], v1 += bias[h];
       }
@@ -248,11 +295,11 @@ struct Consumer {
     }
   }
 
-  RL_D void consume(const int4* schedule, const u16* bias_pointer, float* partials) {
+  RL_D void consume(const int4* schedule, const u16* bias_pointer, const Rows& rows, float* partials) {
     float even[32], odd[32];
     for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
       const int column = now.column(group), count = now.count();
-      load_weights(bias_pointer, column);
+      load_weights(bias_pointer, rows, column);
       tile<false>(even, odd, column, 0);
       int next = 1;
       for (; next + 1 < count; next += 2) {
@@ -274,10 +321,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     stationary(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
                const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
-               const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample) {
+               const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample,
+               float2* shares, const float* rstd, const float* shift, int count) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
+  const Rows rows{shares, rstd, shift, count};
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);
@@ -293,6 +342,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       barrier_init(bar.staged(0, i), 4);
       barrier_init(bar.vacant(0, i), 1);
     }
+    for (int i = 0; BY_ROW && i < 2; ++i) {
+      barrier_init(bar.rows_full(i), 1);
+      barrier_init(bar.rows_empty(i), 4 * GROUPS);
+    }
     barrier_init_fence();
   }
   __syncthreads();
@@ -302,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (group < 0) {
     registers_down<40>();
     if (threadIdx.x == 0) produce(p, schedule, smem, bar);
-    if (READS_C && threadIdx.x == 32) produce_c(p, schedule, smem, bar);
-    if (lane == 0 && warp >= 2) deliver(p, schedule, smem, bar, warp - 2);
+    if (warp == 1 && (BY_ROW || (READS_C && lane == 0))) produce_beside(p, rows, schedule, smem, bar, lane);
+    if (warp >= 2 && (STATS || lane == 0)) deliver(p, rows, schedule, smem, bar, warp - 2, lane);
   } else {
     registers_up<232>();
     const int quarter = lane >> 3;
@@ -312,6 +365,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
                  first_sample};
-    me.consume(schedule, bias, partials);
+    me.consume(schedule, bias, rows, partials);
   }
 }

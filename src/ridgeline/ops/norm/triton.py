@@ -75,10 +75,13 @@ def norm_backward_kernel(
     seed_step_ptr, site, sample_offset, N, T, scale,
     C: tl.constexpr, W: tl.constexpr, OUT: tl.constexpr, DH_STRIDE: tl.constexpr, X_STRIDE: tl.constexpr,
     DR_STRIDE: tl.constexpr, RMS: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr,
-    THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
+    THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, DIVIDED: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient."""
+    """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient.
+
+    DIVIDED: dh comes divided by each row's σ.
+    """
     previous_done(EARLY)
     column_C = tl.arange(0, BLOCK_C)
     inside_C = column_C < C
@@ -103,22 +106,29 @@ def norm_backward_kernel(
         x_RC = tl.load(r_ptr + first * X_STRIDE + x_place_RC, mask=inside_RC, other=0.0).to(tl.float32)
         if dresidual_ptr is not None:
             dresidual_RC = tl.load(dresidual_ptr + first * DR_STRIDE + dr_place_RC, mask=out_RC, other=0.0)
-        rstd_R = tl.load(rstd_ptr + row_R, mask=inside_R, other=0.0)
+        rstd_R = tl.load(rstd_ptr + row_R, mask=inside_R, other=1.0)
         if not RMS:
             x_RC -= tl.load(mean_ptr + row_R, mask=inside_R, other=0.0)[:, None]
         if C < BLOCK_C:  # what the padding holds must not reach a sum
             x_RC = tl.where(inside_C[None, :], x_RC, 0.0)
             dh_RC = tl.where(inside_C[None, :], dh_RC, 0.0)
-        x_RC *= rstd_R[:, None]
 
-        dweight_RC += dh_RC * x_RC
-        if BIAS:
-            dbias_RC += dh_RC
+        if DIVIDED:
+            dweight_RC += dh_RC * x_RC
+            if BIAS:
+                dbias_RC += dh_RC * (1.0 / rstd_R)[:, None]
+        x_RC *= rstd_R[:, None]
+        if not DIVIDED:
+            dweight_RC += dh_RC * x_RC
+            if BIAS:
+                dbias_RC += dh_RC
         dx_RC = dh_RC * weight_C[None, :]
         inner_R = tl.sum(dx_RC * x_RC, axis=1) / C
         if not RMS:
             dx_RC -= (tl.sum(dx_RC, axis=1) / C)[:, None]
-        dr_RC = (dx_RC - x_RC * inner_R[:, None]) * rstd_R[:, None]
+        dr_RC = dx_RC - x_RC * inner_R[:, None]
+        if not DIVIDED:
+            dr_RC *= rstd_R[:, None]
         if dresidual_ptr is not None:
             dr_RC += dresidual_RC.to(tl.float32)
         if dr_ptr is not None:
@@ -235,6 +245,7 @@ def norm_backward_raw(
     kind: NormKind,
     bias: bool,
     branch_bias: bool = False,
+    divided: bool = False,
     columns: int | None = None,
     dresidual_NC: Tensor | None = None,
     dr_NC: Tensor | None = None,
@@ -251,6 +262,7 @@ def norm_backward_raw(
         dh_NW: gradient of h. `r_NW`: what was normalised. `mean_N`, `rstd_N`: its statistics.
         partials_PW: fp32, one row a program (`partial_rows`); columns dweight (C), then dbias (C) if `bias`, then the
             branch bias's gradient (C) if `branch_bias`. Every element of these is written.
+        divided: dh_NW comes divided by each row's σ (ops/linear/folded).
         kind: as in the forward pass. `bias`, `branch_bias`: whether these gradients are wanted.
         columns: C, where rows are padded to W, as in the forward pass.
         dresidual_NC: gradient that arrives along the residual stream, or None.
@@ -271,5 +283,6 @@ def norm_backward_raw(
         N, T, scale, C=C, W=W, DH_STRIDE=dh_NW.stride(0), X_STRIDE=r_NW.stride(0),
         DR_STRIDE=_row_stride(dresidual_NC, *outputs), OUT=min([C, *(tensor.shape[1] for tensor in outputs)]),
         RMS=kind == "rmsnorm", BIAS=bias, BRANCH_BIAS=branch_bias, THRESHOLD=threshold, ROWS=config.rows,
-        BLOCK_C=power_of_two(W), STAGES=config.stages, num_warps=config.warps, **early_launch(dh_NW.device),
+        BLOCK_C=power_of_two(W), STAGES=config.stages, DIVIDED=divided, num_warps=config.warps,
+        **early_launch(dh_NW.device),
     )  # fmt: skip

@@ -81,7 +81,7 @@ struct Consumer {
       const u16* x = p.x + static_cast<i64>(row < p.rows ? row : 0) * WIDTH;
       const float origin = unpack_one(x[0]);
       float total = 0.f, square = 0.f;
-#pragma unroll 4
+#pragma unroll 16
       for (int column = 8 * quad; column < WIDTH; column += 32) {
         const uint4 eight = *reinterpret_cast<const uint4*>(x + column);
         const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
@@ -195,7 +195,7 @@ struct Consumer {
   }
 
   // Loss, and the logits' gradients as an operand and in the narrow tile.
-  RL_D void lose(float (&logits)[V_COLUMNS / 2], int first) {
+  RL_D void lose(float (&logits)[V_COLUMNS / 2], const int (&targets)[2], int first) {
     const u32 tile = narrow_tile(smem, group);
     float loss[2], count[2];
 #pragma unroll
@@ -204,7 +204,7 @@ struct Consumer {
       for (int k = 0; k < 4; ++k) dl[i][k] = 0;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = row_of(first, h), target = row < p.rows ? target_of(p, row) : IGNORE;
+      const int row = row_of(first, h), target = targets[h];
       const bool valid = target != IGNORE;
       float highest = -infinite(), total = 0.f, chosen = 0.f;
 #pragma unroll
@@ -297,6 +297,12 @@ struct Consumer {
     for (Tiles tiles(group); tiles.valid(p); tiles.advance()) {
       const u32 phase = tiles.round & 1;
       float logits[V_COLUMNS / 2], squares[2], deviation[2];
+      int targets[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {  // long before they are needed
+        const int row = row_of(tiles.row(), h);
+        targets[h] = row < p.rows ? target_of(p, row) : IGNORE;
+      }
       if (E == 0) measure_state(tiles.row(), squares);
       else measure_heard(tiles.row(), squares);
 #pragma unroll
@@ -310,7 +316,7 @@ struct Consumer {
 #pragma unroll
       for (int chunk = 0; chunk + 1 < CHUNKS; ++chunk) forward<64>(logits, chunk, phase);
       forward<LAST>(logits, CHUNKS - 1, phase);
-      lose(logits, tiles.row());
+      lose(logits, targets, tiles.row());
       publish(bar.narrow_ready(group));
       float c1[2] = {}, c2[2] = {};
 #pragma unroll

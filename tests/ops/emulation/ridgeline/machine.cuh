@@ -29,14 +29,19 @@ struct uint2 {
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct float2 {
+  float x, y;
+};
 struct float4 {
   float x, y, z, w;
 };
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 struct int4 {
   int x, y, z, w;
 };
+static inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
 struct Index {
   unsigned x;
 };

@@ -1,0 +1,122 @@
+"""A norm that no pass makes: the chain of products from a residual stream to its gradient, against fp64."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from error_budget import DEVICE
+from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops.linear import products
+from ridgeline.ops.linear.folded import SHARE, FoldedNorm, FoldedWeights
+from ridgeline.ops.linear.folded_triton import folded_gradient_raw, folded_statistics_raw, folded_weights_raw
+from ridgeline.ops.norm.reference import NormKind, norm_reference
+from ridgeline.ops.norm.triton import norm_backward_raw, partial_rows
+
+EPS = 1e-5
+
+
+class Chain(NamedTuple):
+    """r = residual + x Wout; a = gelu(norm(r) Wup + b); z = a Wdown; the gradient of z."""
+
+    x: Tensor
+    out: Tensor
+    residual: Tensor
+    scale: Tensor
+    shift: Tensor
+    up: Tensor
+    bias: Tensor
+    down: Tensor
+    dz: Tensor
+
+
+def chain_of(N: int, C: int, F: int, device: str, dtype: torch.dtype) -> Chain:
+    generator = torch.Generator().manual_seed(4)
+    draw = lambda *shape, scale=1.0: (torch.randn(*shape, generator=generator) * scale).to(device, dtype)  # noqa: E731
+    return Chain(
+        draw(N, C), draw(C, C, scale=C**-0.5), draw(N, C) + 0.5, 1 + draw(C, scale=0.3), draw(C, scale=0.3),
+        draw(F, C, scale=C**-0.5), draw(F, scale=0.3), draw(C, F, scale=F**-0.5), draw(N, C),
+    )  # fmt: skip
+
+
+def plainly(chain: Chain, kind: NormKind, dtype: torch.dtype) -> dict[str, Tensor]:
+    """By autograd, in one precision; the residual stream is rounded as it is stored."""
+    c = Chain(*(x.to(dtype) for x in chain))
+    r = (c.residual + c.x @ c.out.t()).to(chain.x.dtype).to(dtype).requires_grad_()
+    weights = [w.detach().requires_grad_() for w in (c.scale, c.shift, c.up, c.bias)]
+    h = norm_reference(r, weights[0], weights[1], eps=EPS, kind=kind)
+    a = torch.nn.functional.gelu(h @ weights[2].t() + weights[3])
+    grads = torch.autograd.grad(a @ c.down.t(), [r, *weights], c.dz)
+    return dict(zip(("a", "r", "scale", "shift", "up", "bias"), (a.detach(), *grads), strict=True))
+
+
+def folded(chain: Chain, kind: NormKind, impl: str, add: float) -> dict[str, Tensor]:
+    """By the raw products; gradients of weights are added to `add`."""
+    c, (N, C), F = chain, chain.x.shape, len(chain.up)
+    fresh = lambda *shape: torch.full(shape, float("nan"), device=c.x.device)  # noqa: E731
+    norm = FoldedNorm(
+        kind, EPS, c.scale, c.shift, fresh(C // SHARE, N, 2), fresh(N) if kind == "layernorm" else None, fresh(N)
+    )
+    r, a, du, dr = (fresh(N, width).to(c.x.dtype) for width in (C, F, F, C))
+    slope, product = products.slope_empty(a, N, F), fresh(F, C)
+    products.forward_raw(c.x, c.out, r, residual_NM=c.residual, norm=norm, impl=impl)
+    products.forward_raw(r, c.up, a, bias_M=c.bias, gelu="exact", slope_NM=slope, norm=norm, impl=impl)
+    sums = products.input_gradient_raw(c.dz, c.down, du, slope_NK=slope, norm=norm, impl=impl)
+    assert sums is not None
+    products.weight_gradient_raw(du, r, product, accumulate=False)
+    up, bias, small = torch.full((F, C), add, device=r.device), torch.full((F,), add, device=r.device), fresh(2 * C)
+    folded_gradient_raw(product, sums, norm, up, bias, add_weight=True, add_bias=True)
+    partials = fresh(partial_rows(N, C, r), 2 * C)
+    norm_backward_raw(
+        du @ c.up, r, c.scale, norm.mean_M, norm.rstd_M, partials, kind=kind, bias=True, divided=True, dr_NC=dr
+    )
+    column_sums_raw(partials, small, accumulate=False)
+    return {"a": a, "r": dr, "scale": small[:C], "shift": small[C:], "up": up - add, "bias": bias - add}
+
+
+def error(got: Tensor, right: Tensor) -> float:
+    return float((got.double() - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_in_fp32_it_is_the_norm(kind: NormKind) -> None:
+    chain = chain_of(150, 128, 200, DEVICE, torch.float32)
+    right, got = plainly(chain, kind, torch.float64), folded(chain, kind, "torch", 0.25)
+    assert {key: error(got[key], right[key]) < 3e-6 for key in right} == dict.fromkeys(right, True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("shape", [(4133, 512, 2048), (700, 192, 264)])
+def test_hopper_kernels_err_as_little_as_pytorch(
+    shape: tuple[int, int, int], kind: NormKind, dtype: torch.dtype
+) -> None:
+    chain = chain_of(*shape, "cuda", dtype)
+    right, plain = plainly(chain, kind, torch.float64), plainly(chain, kind, dtype)
+    got, again = (folded(chain, kind, "cuda", 0.0) for _ in range(2))
+    ratios = {key: error(got[key], right[key]) / error(plain[key], right[key]) for key in right}
+    assert max(ratios.values()) <= 1.5, ratios
+    assert all(torch.equal(got[key], again[key]) for key in got)
+
+
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+def test_weights_and_statistics_are_those_of_the_norm(kind: NormKind) -> None:
+    N, C, M, generator = 300, 128, 10, torch.Generator().manual_seed(5)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE)  # noqa: E731
+    r, weight, bias, scale, shift = draw(N, C) + 0.5, draw(M, C), draw(M), draw(C), draw(C)
+    parts = r.unflatten(1, (-1, SHARE))
+    shares = torch.stack([parts.sum(2), parts.square().sum(2)], 2).transpose(0, 1).contiguous()
+    unknown = lambda: torch.full((N,), float("nan"), device=DEVICE)  # noqa: E731
+    norm = FoldedNorm(kind, EPS, scale, shift, shares, unknown() if kind == "layernorm" else None, unknown())
+    folded = FoldedWeights(torch.empty_like(weight), torch.empty_like(bias))
+    folded_statistics_raw(norm)
+    folded_weights_raw(weight, bias, norm, folded)
+    h = norm_reference(r.double(), scale.double(), shift.double(), eps=EPS, kind=kind)
+    got = r @ folded.scaled_MK.t() * norm.rstd_M[:, None] + folded.bias_M
+    torch.testing.assert_close(got.double(), h @ weight.double().t() + bias.double(), rtol=1e-4, atol=1e-4)
+    if norm.mean_M is not None:
+        torch.testing.assert_close(norm.mean_M, r.mean(1))
