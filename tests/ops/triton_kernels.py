@@ -58,7 +58,7 @@ def norm_cases() -> dict[str, Case]:
                 "BRANCH_BIAS": True,
                 "ROWS": backward.rows,
                 "STAGES": backward.stages,
-                "DIVIDED": C == 512,
+                "DIVIDED": False,
             },
             backward,
         )
