@@ -194,7 +194,8 @@ def project_backward(
 ) -> Slopes:  # fmt: skip
     """Through dh = dy W and the join that made h: the input gradient of the joint projection."""
     if "qkv" not in run.choices.rows:
-        return join_backward(run, dy_NK @ weight_KC, dresidual_NC, joined, join, grads)
+        dh_NC = input_gradient(dy_NK, weight_KC, impl=run.choices.rest)
+        return join_backward(run, dh_NC, dresidual_NC, joined, join, grads)
     part: rows.Part = "project_backward"
     gradient, out = rows_slopes(run, part, dy_NK.shape[1], dresidual_NC, joined, join, grads)
     rows.project_backward_raw(dy_NK, weight_KC, gradient)

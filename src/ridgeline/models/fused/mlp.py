@@ -13,6 +13,7 @@ from ridgeline.models.fused.joins import (
     Joined,
     Pass,
     Slopes,
+    input_gradient,
     join_backward,
     join_forward,
     linear,
@@ -59,7 +60,9 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         kept_NF = torch.empty_like(a_NF)
         torch.mm(h_NC, up_FC.t(), out=kept_NF)
         activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
-    return Hidden(kept_NF, a_NF), join_forward(run, linear(a_NF, weights.down_CF), middle.r_NC, join)
+    return Hidden(kept_NF, a_NF), join_forward(
+        run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join
+    )
 
 
 def mlp_backward(
@@ -73,7 +76,10 @@ def mlp_backward(
         du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, wants_sums)
     grads.product(weights.down_CF, behind.dbranch_NC, hidden.a_NF, weights.down_bias_C)
     grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
-    return before or join_backward(run, du_NF @ weights.up_FC, behind.dr_NC, middle, join, grads)
+    if before is not None:
+        return before
+    dh_NC = input_gradient(du_NF, weights.up_FC, impl=run.choices.rest)
+    return join_backward(run, dh_NC, behind.dr_NC, middle, join, grads)
 
 
 def _rows_backward(
@@ -99,8 +105,8 @@ def _hidden_backward(
     kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
     du_NF = dz_NC.new_empty(kept_NF.shape)
     if run.choices.mlp == "cuda":
-        partials_PF = products.input_gradient_raw(dz_NC, weights.down_CF, du_NF, slope_NK=kept_NF, impl="cuda")
-        return du_NF, partials_PF if sums else None
+        down_CF = weights.down_CF
+        return du_NF, products.input_gradient_raw(dz_NC, down_CF, du_NF, slope_NK=kept_NF, sums=sums, impl="cuda")
     torch.mm(dz_NC, weights.down_CF, out=du_NF)
     partials_PF = None
     if sums:

@@ -4,6 +4,7 @@ linear       the public function, with gradients
 products     the same products into given buffers, for code that plans its own memory
 gemm         a Hopper kernel for any inner size: configurations, division of work, launch
 stationary   a Hopper kernel that keeps up to 512 inner columns of the weights in registers
+doubles      fp32 by Hopper's fp64 tensor cores: products and grouped weight gradients
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def unavailable(impl: str, device: torch.device, dtype: torch.dtype) -> str | No
         return f"the Hopper GEMM needs a CUDA device, got {device}"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"the Hopper GEMM needs compute capability 9.0, got {torch.cuda.get_device_name(device)}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the Hopper GEMM takes bfloat16 or float16, got {dtype}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the Hopper GEMM takes bfloat16, float16 or float32, got {dtype}"
     return None
 
 
