@@ -58,6 +58,8 @@ def warm():
             for b_rows, epilogue, tanh in ((1, 0, 0), (1, 2, 1), (0, 0, 0), (0, 3, 0), (1, 4, 0)):
                 layout = {"A_ROWS": 1, "B_ROWS": b_rows, "EPILOGUE": epilogue, "TANH": tanh}
                 pool.submit(cuda.build, doubles.PRODUCT, tile.macros() | layout)
+            pool.submit(cuda.build, float32.DOUBLES.source)
+            pool.submit(cuda.build, float32.LANES.source)
             pool.submit(cuda.build, doubles.GRADIENTS, tile.macros() | {"MAX_PROBLEMS": MAX_PROBLEMS})
 
 
@@ -192,21 +194,40 @@ def attention():
         wanted = [right.detach(), *torch.autograd.grad(right, exact, d_out.double())]
         forward = lambda: float32.forward(q, k, v, out, lse, scale=scale)
         backward = lambda: float32.backward(d_out, q, k, v, out, lse, dq, dk, dv, scale=scale)
-        gradient.fill_(float("nan"))
-        forward()
-        backward()
-        first = gradient.clone()
-        backward()
-        errors = [f"{relative(a, b):.1e}" for a, b in zip((out, dq, dk, dv), wanted)]
-        tell(f"{name} attention errors out dq dk dv", [*errors, torch.equal(first, gradient) or "NOT REPEATABLE"])
-        times(f"{name} attention", {"forward": four(forward), "backward": four(backward)})
+        graphs = {}
+        for key, kernels in KERNELS.items():
+            with on(kernels):
+                for x in (gradient, out, lse):
+                    x.fill_(float("nan"))
+                forward()
+                backward()
+                first = gradient.clone()
+                backward()
+                errors = [relative(a, b) for a, b in zip((out, dq, dk, dv), wanted)]
+                good = max(errors) < 1e-6 and torch.equal(first, gradient)
+                tell(f"check {name} attention {key} {'right' if good else 'WRONG'}", [f"{e:.1e}" for e in errors])
+                graphs |= {f"forward {key}": four(forward), f"backward {key}": four(backward)}
+        times(f"{name} attention", graphs)
 
 
-CHOICES = {
-    "chosen": {},
-    "lanes": dict(mlp="torch", qkv="torch", out="torch", rest="torch", grouped=False, side_stream=True),
-    "gradients by cuBLAS beside": dict(grouped=False, side_stream=True),
-    "gradients alone by fp64": dict(mlp="torch", qkv="torch", out="torch", rest="torch"),
+@contextlib.contextmanager
+def on(kernels):
+    """Attention by one of its two kinds of kernels."""
+    before, float32.choose = float32.choose, lambda device: kernels
+    try:
+        yield
+    finally:
+        float32.choose = before
+
+
+KERNELS = {"doubles": float32.DOUBLES, "lanes": float32.LANES}
+LANES = dict(mlp="torch", qkv="torch", out="torch", rest="torch")
+CHOICES = {  # changes, and attention's kernels
+    "chosen": ({}, float32.DOUBLES),
+    "attention on lanes": ({}, float32.LANES),
+    "gradients by cuBLAS beside": (dict(grouped=False, side_stream=True), float32.DOUBLES),
+    "gradients alone by fp64": (LANES, float32.LANES),
+    "all on lanes": (LANES | dict(grouped=False, side_stream=True), float32.LANES),
 }
 
 
@@ -214,10 +235,10 @@ def step(name, config):
     """Whole steps with several choices in turns, and the chosen one's kernels."""
     runs, tokens = {}, torch.randint(65, (32, 257), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    for key, changes in CHOICES.items():
+    for key, (changes, kernels) in CHOICES.items():
         m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
         runs[key] = TrainStep(m, precision="fp32")
-        with chosen(True, changes):
+        with chosen(True, changes), on(kernels):
             for _ in range(3):
                 runs[key](batch)
     torch.cuda.synchronize()
