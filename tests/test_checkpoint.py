@@ -228,6 +228,15 @@ def test_a_run_folder_means_its_best_or_last(tmp_path):
     assert checkpoint.find(last) == last
 
 
+def test_checkpoints_have_the_same_digest_if_their_tensors_are_the_same(tmp_path):
+    one = checkpoint.save(tmp_path / "one", TENSORS, META)
+    same = checkpoint.save(tmp_path / "same", TENSORS, {})
+    other = checkpoint.save(tmp_path / "other", {**TENSORS, "optimizer.step": torch.tensor(8)}, META)
+    assert checkpoint.digest(one) == checkpoint.digest(same) != checkpoint.digest(other)
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        checkpoint.digest(tmp_path)
+
+
 def test_another_config_is_named_field_by_field():
     wanted = LanguageConfig(decoder=DecoderConfig(layers=2, width=64, heads=4), vocabulary=65)
     saved = json.loads(json.dumps(dataclasses.asdict(wanted)))

@@ -4,6 +4,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -50,11 +51,14 @@ def test_threads_that_replace_one_file_never_show_a_part_of_it(tmp_path: Path) -
     file = tmp_path / "a"
     contents = [f"{digit}" * 100_000 for digit in range(4)]
     files.replace(file, contents[0])
-    done = threading.Event()
+    done, faults = threading.Event(), []
 
     def write(content: str) -> None:
-        while not done.is_set():
-            files.replace(file, content)
+        try:
+            while not done.is_set():
+                files.replace(file, content)
+        except OSError as fault:
+            faults.append(fault)
 
     writers = [threading.Thread(target=write, args=(content,)) for content in contents]
     for writer in writers:
@@ -64,6 +68,27 @@ def test_threads_that_replace_one_file_never_show_a_part_of_it(tmp_path: Path) -
     for writer in writers:
         writer.join()
     assert seen <= set(contents)
+    assert faults == []
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(("module", "number"), [(os, "getpid"), (threading, "get_ident")])
+def test_a_replacement_in_the_middle_of_another_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, number: str
+) -> None:
+    file, write = tmp_path / "a", Path.write_bytes
+
+    def write_while_another_does(path: Path, data: bytes) -> int:
+        count = write(path, data)
+        monkeypatch.setattr(Path, "write_bytes", write)
+        with monkeypatch.context() as another:
+            another.setattr(module, number, lambda: 7)
+            files.replace(file, "theirs")
+        return count
+
+    monkeypatch.setattr(Path, "write_bytes", write_while_another_does)
+    files.replace(file, "ours")
+    assert file.read_text() == "ours"
     assert os.listdir(tmp_path) == ["a"]
 
 

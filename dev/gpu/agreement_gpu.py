@@ -7,6 +7,7 @@ What ridgeline.bench.agreement does, with one step a variant for all seeds, so t
 
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -41,12 +42,16 @@ def main():
             for batch in batches:
                 step(batch)
             losses[name].append([m.loss for m in step.metrics()])
-        found = {}
+        found, by_seed = {}, {}
         for name, runs in losses.items():
             pairs = [zip(a[-LAST:], b[-LAST:], strict=True) for a, b in zip(runs, losses[REFERENCE], strict=True)]
-            by_seed = [sum(abs(x - y) for x, y in pair) / LAST for pair in pairs]
-            found[name] = {"distance": round(sum(by_seed) / len(by_seed), 6), "worst": round(max(by_seed), 6)}
+            by_seed[name] = [sum(abs(x - y) for x, y in pair) / LAST for pair in pairs]
+            found[name] = {"distance": round(statistics.mean(by_seed[name]), 6), "worst": round(max(by_seed[name]), 6)}
             found[name]["final"] = round(runs[-1][-1], 5)
+        if seed:  # of the same seeds and batches: what is left is chance or an approximation
+            apart = [a - b for a, b in zip(by_seed["best"], by_seed["copies"], strict=True)]
+            error = statistics.stdev(apart) / len(apart) ** 0.5
+            found["best - copies"] = {"mean": round(statistics.mean(apart), 7), "standard error": round(error, 7)}
         print(f"seeds {seed + 1}, {time.time() - began:.0f} s", json.dumps(found), flush=True)
         curves = {name: [[round(x, 5) for x in run[::5]] for run in runs] for name, runs in losses.items()}
         Path(os.environ.get("OUT", "/tmp"), "agreement.json").write_text(json.dumps({**found, "curves": curves}))

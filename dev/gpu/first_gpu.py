@@ -65,8 +65,11 @@ def main():
             report.setdefault(name, {})[state] = found
             print(name, state, json.dumps(found), flush=True)
 
-        for state in ("cold", "warm"):
-            list(pool.map(run, asked, [state] * len(asked)))
+        def both(name):
+            for state in ("cold", "warm"):
+                run(name, state)
+
+        list(pool.map(both, asked))
     (Path(os.environ.get("OUT", "/tmp")) / "first.json").write_text(json.dumps(report, indent=1))
 
 

@@ -1,11 +1,16 @@
 """Benchmark records: the rows of a wave start together and are timed one at a time; a line each printed.
 
     RIDGELINE_REVISION=… PYTHONPATH=src OUT=$OUT python dev/gpu/goals_gpu.py [SECONDS] ROW… [-- ROW…]…
+    RIDGELINE_REVISION=… PYTHONPATH=src OUT=$OUT python dev/gpu/goals_gpu.py [SECONDS] build ROW… [-- ROW…]…
 
-The next wave starts when all rows of one are done. A row of a workload that an earlier row measured becomes a further
-group of its record. SECONDS (default 150 a wave) ends it: a wave that would have less than 35 is left out, and what is
-not built by its share of the time records that. `warm` as a row compiles hal-20m's rungs at a small batch, beside the
-others. Records are in $OUT/bench_records.json after each row: the keys are file names for benchmarks/results.
+Rows stand in order of value: once all of a wave are built they are timed in that order, and only then looked into
+(phases, kernels). The next wave starts when all rows of one are done. A row of a workload that an earlier row measured
+becomes a further group of its record. SECONDS (default 150 a wave) ends it: what a wave looks into leaves LATER_S to each
+wave after it, and a wave that would have less than LEAST_S is left out. Records are in $OUT/bench_records.json as soon
+as they are timed: the keys are file names for benchmarks/results.
+
+`build` measures nothing: it takes the first step of every contender that compiles, so that its kernels are in the caches
+of a later run and what cannot run is known; beside other work, at low priority.
 """
 
 import dataclasses
@@ -15,25 +20,30 @@ import statistics
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from ridgeline.bench import run
+from ridgeline.bench.contenders import find_contender
 from ridgeline.bench.nvml import merged
 from ridgeline.bench.plan import Plan
-from ridgeline.bench.processes import Team
 from ridgeline.bench.ratios import over_pytorch
-from ridgeline.bench.run import run_bench
 from ridgeline.bench.workloads import workload
-from ridgeline.models.rungs import RUNGS
+from ridgeline.models.rungs import RUNGS, is_rung
 from ridgeline.records import write_record
 
 OUT, CARD = Path(os.environ.get("OUT", "/tmp")), torch.device("cuda:0")
-PAIR, PYTORCH = "best,compile+graph", "eager,compile,graph,reduce-overhead"
+PAIR, PYTORCH = "best,compile+graph", "reduce-overhead,compile,graph,eager"
+SWEEP = f"{PAIR},reduce-overhead,graph,eager"  # what the second article compares
 ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lanes"
 MQA = "gpt2-c256+kv_heads=1"
-LEAST_S, SHORT_TURN_S, SPARE_S = 35, 0.25, 8
+NAMES = (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m")
+LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 70, 8, 0.25
+LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
+LENT_GIB = 60  # what `build` takes of a card that others use
+CORES = os.cpu_count() or 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,64 +61,131 @@ class Row:
 
 def rows():
     """By name; what stands before a colon or a size is the workload."""
-    small = {"rounds": 2, "phases": 2}
+    short = {"rounds": 2, "phases": 2}
+    rungs = ("best", *RUNGS)
     found = {
-        "hal-20m": Row(contenders="best,compile+graph:explicit", steps=8, phases=3),
-        "hal-5m": Row(steps=15, phases=3),
-        "gpt2-c256": Row(steps=40, phases=3),
-        "fast-c256": Row(steps=40, phases=3),
-        "gpt2-124m": Row(steps=8, phases=3),
-        # a card holds about seven of hal-20m's contenders, so its ladder is in groups
-        "hal-20m:ladder": Row({}, f"{PAIR},compile+graph:explicit,m1,m2,m3,r16", 4, profile=1, **small),
-        "hal-20m:foot": Row({}, f"{PAIR},eager,compile,reduce-overhead,m0", 3, profile=1, within=("m0",), **small),
-        "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **small),
+        # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups
+        "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 6, phases=3),
+        "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, **short),
+        "hal-20m:foot": Row({}, f"{PAIR},m0,eager", 3, profile=1, within=("m0",), **short),
+        "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **short),
         "hal-20m:singles": Row({}, f"{PAIR},m2,{SINGLES}", 4, rounds=2),
-        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute", 6, **small),
-        "hal-5m:pytorch": Row({}, f"{PAIR},{PYTORCH}", 6, **small),
+        "hal-5m": Row({}, f"{PAIR},compile+graph:explicit,{PYTORCH}", 10, phases=3),
+        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute", 6, profile=1, within=rungs, **short),
+        "gpt2-124m": Row({}, PAIR, 8, phases=3),
     }
     for name in ("gpt2-c256", "fast-c256"):
         peers = "transformers,liger" if name == "gpt2-c256" else "liger"
-        found[f"{name}:all"] = Row({}, f"{PAIR},{PYTORCH},{peers},{ALL_RUNGS},{SINGLES}", 30, **small)
-        found[f"{name}:autotune"] = Row({}, f"{PAIR},max-autotune", 30, **small)
-        found[f"{name}-512"] = Row({"batch": 512}, steps=12)
-        found[f"{name}-fp32"] = Row({"precision": "fp32"}, steps=15)
+        found[name] = Row({}, f"{PAIR},{PYTORCH}", 30, phases=3)
+        ladder = f"{PAIR},{ALL_RUNGS},{peers},{SINGLES}"
+        found[f"{name}:ladder"] = Row({}, ladder, 30, profile=1, within=rungs, **short)
+        found[f"{name}:autotune"] = Row({}, f"{PAIR},max-autotune", 30, **short)
+        found[f"{name}-512"] = Row({"batch": 512}, f"{PAIR},reduce-overhead", 12)
+        found[f"{name}-fp32"] = Row({"precision": "fp32"}, f"{PAIR},reduce-overhead", 15)
         for context in (128, 512, 1024):
-            found[f"{name}-t{context}"] = Row({"batch": 8192 // context, "context": context})
+            sizes = {"batch": 8192 // context, "context": context}
+            found[f"{name}-t{context}"] = Row(sizes, SWEEP, rounds=2)
+        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, SWEEP)
+    found[f"{MQA}-2048"] = Row({"batch": 4, "context": 2048})
     for name in ("gpt2-c256", "fast-c256", MQA):  # what one KV head does for long windows
-        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048})
         found[f"{name}-4096"] = Row({"batch": 4, "context": 4096})
     return found
 
 
 ROWS = rows()
-turn, gate, written = threading.Lock(), threading.Condition(), {}
-waiting: set = set()
-end_s = float("inf")
-start, turns, look = run._Bench._start, run._Bench._turns, run._Bench._look_inside
 
 
 def name_of(key):
-    return next(n for n in (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m") if key.startswith(n))
+    return next(name for name in NAMES if key.startswith(name))
 
 
-def arrive(key, limit_s=150):
-    """Nobody is timed while another still compiles or warms up; one that fails holds nobody up."""
-    with gate:
-        waiting.discard(key)
-        gate.notify_all()
-        gate.wait_for(lambda: not waiting, limit_s)
+class Wave:
+    """The rows of a wave: all are built before any is timed, all are timed before any is looked into.
+
+    Args:
+        keys: rows in order of value.
+        build_s: longest time until all are built.
+        end: clock at which nothing more is looked into.
+    """
+
+    def __init__(self, keys, build_s, end):
+        self.keys, self.end, self.limit = keys, end, time.time() + build_s
+        self.began, self.change = time.time(), threading.Condition()
+        self.left = sum(len(ROWS[key].contenders.split(",")) for key in keys)  # contenders that are not built
+        self.few = max(1, self.left // 10)
+        self.building = set(keys)  # rows
+        # who needs much memory is looked into last, when the others are gone
+        looks = sorted(keys, key=lambda key: LARGE.get(name_of(key), 0))
+        self.order = [("turns", key) for key in keys] + [("look", key) for key in looks]
+
+    def built(self, teams):
+        """Waits for the contenders of a row; the last tenth of a wave has half as long again, and 15 s."""
+
+        def wait(team):
+            team.wait(max(1.0, self.limit - time.time()))
+            with self.change:
+                self.left -= 1
+                self.change.notify_all()
+
+        threads = [threading.Thread(target=wait, args=(team,), daemon=True) for team in teams]
+        for thread in threads:
+            thread.start()
+        with self.change:
+            self.change.wait_for(lambda: self.left <= self.few, max(0.0, self.limit - time.time()))
+            spare = min(self.limit, time.time() + 15 + 0.5 * (time.time() - self.began))
+            self.change.wait_for(lambda: not any(thread.is_alive() for thread in threads), spare - time.time())
+        for team, thread in zip(teams, threads, strict=True):
+            if thread.is_alive():
+                team.error = team.error or f"not built after {time.time() - self.began:.0f} s"
+                for worker in team._workers:
+                    worker._process.kill()
+            thread.join(5)
+
+    def arrive(self, key):
+        """Nobody is timed while another still compiles or warms up."""
+        with self.change:
+            self.building.discard(key)
+            self.change.notify_all()
+            self.change.wait_for(lambda: not self.building, max(0.0, self.limit + 10 - time.time()))
+
+    def leave(self, key, *what):
+        """The row has done it, or will not."""
+        with self.change:
+            self.building -= {key} if not what else set()
+            self.order = [(w, k) for w, k in self.order if k != key or (what and w not in what)]
+            self.change.notify_all()
+
+    def wait_turn(self, key, what):
+        """Returns when everything before it is done."""
+        with self.change:
+            self.change.wait_for(lambda: self.order[0] == (what, key))
 
 
-def started(self, *given):
-    found = start(self, *given)
-    arrive(threading.current_thread().name)
-    return found
+wave: Wave
+records, lock = {}, threading.Lock()
+start, turns, look = run._Bench._start, run._Bench._turns, run._Bench._look_inside
+
+
+def row_here():
+    return threading.current_thread().name
+
+
+def started(self, names, teams):
+    teams += [run.Team(self.case, name, self.device, self.plan, 1) for name in names]
+    wave.built(teams)
+    for team in teams:
+        self._release(team)
+        if team.out_of_memory:  # no further group: it would compile under the others' turns
+            team.error = "found no memory beside the others"
+    wave.arrive(row_here())
+    return []
 
 
 def timed(self, teams):
-    with turn:
-        turns(self, teams)
-        print(threading.current_thread().name, "took turns:", *medians(teams), flush=True)
+    wave.wait_turn(row_here(), "turns")
+    turns(self, teams)
+    print(row_here(), "took turns:", *medians(teams), f"at {time.time() - wave.began:.0f} s", flush=True)
+    wave.leave(row_here(), "turns")
 
 
 def medians(teams):
@@ -117,12 +194,12 @@ def medians(teams):
 
 def looked(self, teams):
     """As far as there is time: whoever is left out has no phases and kernels, and keeps its times."""
-    plan, within = self.plan, ROWS[threading.current_thread().name].within
-    with turn:
-        for team in sorted(teams, key=lambda team: "+" in team.name and team.name != "compile+graph"):
-            if time.time() < end_s - SPARE_S:
-                self.plan = plan if team.name in (within or (team.name,)) else dataclasses.replace(plan, profile=0)
-                look(self, [team])
+    plan, within = self.plan, ROWS[row_here()].within
+    wave.wait_turn(row_here(), "look")
+    for team in sorted(teams, key=lambda team: "+" in team.name and team.name != "compile+graph"):
+        if time.time() < wave.end - SPARE_S:
+            self.plan = plan if team.name in (within or (team.name,)) else dataclasses.replace(plan, profile=0)
+            look(self, [team])
     self.plan = plan
 
 
@@ -134,23 +211,27 @@ def joined(before, record):
     run._check_alike(before, record)
     shift = 1 + max(c.group for c in before.contenders)
     later = [dataclasses.replace(c, group=c.group + shift) for c in record.contenders]
-    return dataclasses.replace(
-        record, contenders=[*before.contenders, *later], clocks=merged(before.clocks, record.clocks)
-    )
+    clocks = merged(before.clocks, record.clocks) if record.clocks else before.clocks
+    return dataclasses.replace(record, contenders=[*before.contenders, *later], clocks=clocks)
 
 
-def keep(record):
+def keep(key, record):
+    """Writes all records, this one in place of what its row had before."""
     info = record.workload
     stem = f"bench-{info.name}-b{info.batch}-t{info.context}-{info.precision}"
-    if stem in written:
-        record = joined(written[stem], record)
-    written[stem] = record
-    values = {}
-    for stem, each in written.items():
-        file = write_record(each, OUT / f"{each.date[:10]}-{stem}.json")
-        values[file.name] = json.loads(file.read_text())
-        file.unlink()
-    (OUT / "bench_records.json").write_text(json.dumps(values))
+    with lock:
+        records.setdefault(stem, {})[key] = record
+        values = {}
+        for name, parts in records.items():
+            whole, *more = parts.values()
+            for part in more:
+                whole = joined(whole, part)
+            file = write_record(whole, OUT / f"{whole.date[:10]}-{name}.json")
+            values[file.name] = json.loads(file.read_text())
+            file.unlink()
+        fresh = OUT / "bench_records.json.new"
+        fresh.write_text(json.dumps(values))
+        fresh.replace(OUT / "bench_records.json")
 
 
 def told(c):
@@ -171,57 +252,85 @@ def one(key, build_s):
             rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=build_s, phases=row.phases,
             profile=row.profile, together=True,
         )  # fmt: skip
-        record = run_bench(case, row.contenders.split(","), CARD, plan)
-        with turn:
-            keep(record)
-            print(key, *map(told, record.contenders), over_pytorch(record), sep="  ", flush=True)
+        names = row.contenders.split(",")
+        record = run.run_bench(case, names, CARD, plan, keep=lambda record: keep(key, record))
+        print(key, *map(told, record.contenders), over_pytorch(record), sep="  ", flush=True)
     except Exception as error:
         print(key, type(error).__name__, str(error)[:200], flush=True)
     finally:
-        with gate:
-            waiting.discard(key)
-            gate.notify_all()
+        wave.leave(key)
 
 
-def warm(build_s):
-    """The rungs of hal-20m at a small batch: their kernels are then in Triton's cache."""
-    plan = Plan(rounds=2, steps=2, warm_s=0, build_s=build_s, together=True)
-    teams = [Team(workload("hal-20m", batch=16), name, CARD, plan, 1) for name in RUNGS]
-    end = time.monotonic() + build_s
-    for team in teams:
-        team.wait(max(0.0, end - time.monotonic()))
-        print("warm", team.name, team.error[:100], flush=True)
-        team.close()
-    with gate:
-        waiting.discard("warm")
-        gate.notify_all()
+def compiles(name):
+    """Whether a contender's kernels are compiled when it is built, by PyTorch or by Triton."""
+    return bool(find_contender(name).settings.compile) or is_rung(name.split(":")[0]) or name == "liger"
 
 
-def share_cores(wave):
+def share_cores(contenders):
     """As many compiler processes for each contender that compiles as there are cores for."""
-    names = [name for key in wave if key in ROWS for name in ROWS[key].contenders.split(",")]
-    compiling = sum("compile" in name or name in ("reduce-overhead", "max-autotune", "transformers") for name in names)
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(16, max(2, 2 * (os.cpu_count() or 2) // max(1, compiling))))
+    compiling = max(1, sum(bool(find_contender(name).settings.compile) for name in contenders))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(16, max(1, CORES // compiling)))
+
+
+def worth(name):
+    """The order in which contenders are built: what every group has first."""
+    order = ("compile+graph", "compile+graph:explicit", "reduce-overhead", "transformers", "liger", "compile")
+    return order.index(name) if name in order else len(order)
+
+
+def build(keys, end):
+    """Takes the first step of every contender that compiles: what a later run finds in its caches."""
+    asked = {}
+    for key in keys:
+        case = workload(name_of(key), **ROWS[key].sizes)
+        for name in filter(compiles, ROWS[key].contenders.split(",")):
+            asked.setdefault((case.info(), name), (case, name, key))
+    plan = Plan(rounds=2, steps=2, warm_s=0, build_s=150, together=True)
+    share_cores([name for _, name, _ in asked.values()])
+    free, change, began = [LENT_GIB], threading.Condition(), time.time()
+
+    def step(case, name, key):
+        needs = LARGE.get(case.name, 7 if case.batch == 512 else 2)
+        with change:
+            change.wait_for(lambda: free[0] >= needs)
+            free[0] -= needs
+        begin, left = time.time(), end - time.time()
+        if left > 10:
+            team = run.Team(case, name, CARD, plan, 1)
+            team.wait(min(plan.build_s, left))
+            team.close()
+            print(f"built {key} {name} {time.time() - begin:.0f} s, at {time.time() - began:.0f}", team.error[:150], flush=True)
+        else:
+            print(f"no time for {key} {name}", flush=True)
+        with change:
+            free[0] += needs
+            change.notify_all()
+
+    with ThreadPoolExecutor(max(2, 3 * CORES // 4)) as pool:
+        for given in sorted(asked.values(), key=lambda given: worth(given[1])):
+            pool.submit(step, *given)
 
 
 def main(arguments):
     seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
-    waves = [wave.split() for wave in " ".join(arguments or ["hal-20m", "gpt2-c256"]).split(" -- ")]
-    global end_s
+    only_build = arguments[:1] == ["build"]
+    waves = [part.split() for part in " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"]).split(" -- ")]
+    global wave
     began = time.time()
-    end = end_s = began + (seconds or 150 * len(waves))
-    for wave in waves:
-        left = end - time.time()
+    end = began + (seconds or 150 * len(waves))
+    if only_build:
+        build([key for keys in waves for key in keys], end)
+        print(f"--- {time.time() - began:.0f} s", flush=True)
+        os._exit(0)
+    for place, keys in enumerate(waves):
+        left, later = end - time.time(), len(waves) - place - 1
         if left < LEAST_S:
-            print("no time for", *wave, flush=True)
+            print("no time for", *keys, flush=True)
             continue
         build_s = min(130, max(0.65 * left, left - 50))
-        share_cores(wave)
-        waiting.update(wave)
-        threads = [
-            threading.Thread(target=warm if key == "warm" else one, args=(build_s,) if key == "warm" else (key, build_s), name=key)
-            for key in wave
-        ]  # fmt: skip
+        share_cores([name for key in keys for name in ROWS[key].contenders.split(",")])
+        wave = Wave(keys, build_s, end - LATER_S * later)
+        threads = [threading.Thread(target=one, args=(key, build_s), name=key) for key in keys]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -12,7 +12,12 @@ same time, PROCESSES at a time (environment; one a core), and `study race` itsel
     $OUT/folders.tgz                      the races' folders without checkpoints, from before the games on
 
 GO=FILE: contenders wait for that file before the first trains, so that they can be set up beside something else.
+GAMES=SECONDS that all games are left after all training (80): 30 games of a checkpoint of hal-20m keep a card busy for 5
+to 12 s, the weaker the longer; a process takes 10 s to begin. 26 checkpoints took 72 s on two cards and 32 cores.
 KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on there. Without it they are deleted.
+BRING=FILE: folders.tgz of an earlier run. Contenders that were trained and played there are not trained again, so a race
+may be run contender by contender on several machines, and its last run writes the record of all. Those that had no
+time left are trained anew.
 """
 
 import contextlib
@@ -25,10 +30,12 @@ import sys
 import tarfile
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 BEGUN = time.monotonic()
-GAMES_SECONDS = 80  # that all games need after all training: 26 checkpoints of 30 took 72 on two cards and 32 cores
+LATE = "this run's"  # how the failure of a contender begins whose training had no time left
+GAMES_SECONDS = float(os.environ.get("GAMES", "80"))
 
 
 def say(*words):
@@ -94,7 +101,7 @@ class Trainer:
         if self.process.is_alive() and self.state != "done":
             self.process.kill()
         if self.state != "done" and self.folder.is_dir() and not (self.folder / FAILURE).exists():
-            (self.folder / FAILURE).write_text(f"this run's {self.deadline:.0f} s ended before its training did\n")
+            (self.folder / FAILURE).write_text(f"{LATE} {self.deadline:.0f} s ended before its training did\n")
 
 
 def left(deadline):
@@ -142,10 +149,31 @@ def play(root, name, words, processes):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def bring(file, race, root):
+    """Go on with what an earlier run packed: a contender that it did not bring to its end begins anew."""
+    from ridgeline.errors import ConfigError
+    from ridgeline.study.clocked import read_failure
+    from ridgeline.study.race import _check_folder
+
+    with tarfile.open(file) as archive:
+        archive.extractall(root, filter="data")
+    for contender in race.contenders:
+        place = root / "race" / contender.folder
+        reason = read_failure(place) or ""
+        try:
+            _check_folder(replace(race, contenders=(contender,)), root / "race")
+        except ConfigError as error:
+            reason = f"{LATE} folder lacks something: {error}"
+        if reason.startswith(LATE):
+            say(contender.name, "begins anew:", reason)
+            shutil.rmtree(place)
+
+
 def pack(root, out):
     """Everything small: what is raced, points, games."""
+    own = [f"race/*/{name}" for name in ("config.toml", "machines.jsonl", "points.jsonl", "failure.txt")]
     with tarfile.open(out / "folders.tgz", "w:gz") as archive:
-        for pattern in ("*/race.json", "*/record.json", "*/games.jsonl", "race/*/points.jsonl", "race/*/failure.txt"):
+        for pattern in ("*/race.json", "*/record.json", "*/games.jsonl", *own):
             for file in sorted(root.glob(pattern)):
                 archive.add(file, file.relative_to(root))
 
@@ -186,12 +214,14 @@ def main():
         races[words[1]], words = words[2:end], words[end:]
     from ridgeline.cli.output import parse
     from ridgeline.cli.study_race import Options, _plan
-    from ridgeline.study.race import open_race
+    from ridgeline.study.race import _unfinished, open_race
 
     out, root = Path(os.environ.get("OUT", "out")), Path(os.environ.get("KEEP") or tempfile.mkdtemp())
     out.mkdir(parents=True, exist_ok=True)
     plans = {name: _plan(parse(Options, given, "study race")) for name, given in races.items()}
     say("the data is there")
+    if "BRING" in os.environ:
+        bring(os.environ["BRING"], plans["race"], root)
     for name, race in plans.items():
         open_race(race, root / name)
     for name, race in plans.items():
@@ -200,7 +230,8 @@ def main():
             if not (root / name / contender.folder).is_symlink():
                 (root / name / contender.folder).symlink_to(theirs.resolve(), target_is_directory=True)
     context = mp.get_context("spawn")
-    trainers = [Trainer(context, c, plans["race"], root / "race", limit) for c in plans["race"].contenders]
+    waiting = [c for c in plans["race"].contenders if _unfinished(plans["race"], root / "race", c)]
+    trainers = [Trainer(context, c, plans["race"], root / "race", limit) for c in waiting]
     train_all(trainers, limit - GAMES_SECONDS)
     for trainer in trainers:
         trainer.end()

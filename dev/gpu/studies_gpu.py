@@ -1,23 +1,30 @@
-"""Records of studies: comparisons run beside each other on all cards, then their steps are timed alone.
+"""Records of studies: what is trained shares all cards with anything; what is timed has a card for itself.
 
-PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE JOB…
+PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE train|time|all JOB…
 
-Jobs: models (gpt2-c256, fast-c256 and each change between), recipe (shakespeare-fast and each part taken back or
-added), boxing (recipes on Boxing's demonstrations), divergence, search, inversion, fresh (one run as a user calls it).
-What is trained does not mind sharing a card; what a comparison timed while others ran is thrown away and timed again at
-the end, when nothing else runs.
-SECONDS ends it: what was not finished by then leaves its runs in $OUT/runs.tgz.
+`train` trains comparisons beside each other over all visible cards: models (gpt2-c256, fast-c256 and each change
+between), recipe (shakespeare-fast and each part taken back or added), boxing (recipes on Boxing's demonstrations); with
+divergence (divergence_gpu.py) as a further job. `time` first finishes what was cut off. Then it times a step of every
+contender on the first card, which nothing else may use by then, and writes the records. Further jobs of `time`: fresh
+(the preset as a user calls it, three seeds, and once with empty caches) on the first card; inversion and search on the
+last one. `all` is both: it says "alone from now on" in between.
 
-`untimed` as a job leaves the timing to a later call with `retime`, which finds the runs in $STUDIES and trains nothing.
+Runs are kept in $STUDIES between two calls, and come back in $OUT/runs.tgz whatever happens; a later call takes them
+from there where RUNS names such a file. SECONDS ends it. A rehearsal on a CPU: REHEARSAL="--steps 4 --eval-interval 2
+--batch 2 --context 16 --seeds 2" TINY="+layers=1+width=32+heads=2" DIVERGENCE="20 2".
 """
 
+import contextlib
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -25,9 +32,12 @@ from pathlib import Path
 BEGUN = time.monotonic()
 HOME = Path(os.environ.get("STUDIES", "/tmp/studies"))
 OUT = Path(os.environ.get("OUT", "out"))
-FRESH_S = 16
-TIMING_S = 24  # a job a card, kept for the steps that are timed alone
-FAST, GAMES = "shakespeare-fast", {"boxing", "divergence"}
+GO = HOME / "go"
+REHEARSAL, TINY = os.environ.get("REHEARSAL", "").split(), os.environ.get("TINY", "")
+STARTED: list = []
+ALONE_S = 80  # kept for what is timed
+FAST, TARGET, SEEDS = "shakespeare-fast", 1.4697, 3
+KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "fresh*.json")
 RECIPES = (
     "optimizer.algorithm=adamw+optimizer.lr=2e-3+steps=2400",
     "positions=learned",
@@ -44,72 +54,43 @@ BOXING = (
     f"boxing+steps=1600+batch=128+optimizer.lr=4e-3+{MUON}",
     f"boxing+steps=800+batch=512+optimizer.lr=6e-3+{MUON}",
 )
+COMPARISONS = {  # by name: contenders, and what is asked
+    "recipe": ((FAST, *(f"{FAST}+{change}" for change in RECIPES)), f"--recipes --target {TARGET}"),
+    "models": (("gpt2-c256", "fast-c256"), "--each-change --steps 1500 --eval-interval 150 --rates 1e-3 2e-3 4e-3"),
+    "boxing": (BOXING, "--recipes --target 0.55 --eval-interval 80"),
+}
+ALONE = {
+    "inversion": ["inversion", "fast-c256", "gpt2-c256"],
+    "search": ["search", "--base", "gpt2-c256", "--target", "loss=1.6", "--budget", "45s", "--trial", "3s"],
+}
 
 
-def compare(cards, *words):
-    spread = ["--processes", str(4 * cards), *(["--gpus", str(cards)] if cards > 1 else [])]
-    rehearsal = os.environ.get("REHEARSAL", "").split()  # such as --steps 4 --eval-interval 2 --batch 2 --seeds 1
-    return [sys.executable, "-m", "ridgeline", "study", "compare", *words, *spread, *rehearsal]
-
-
-def commands(cards):
-    """By job: the command, and whether its record holds times that must be taken alone."""
-    models = ["gpt2-c256", "fast-c256", "--each-change", "--seeds", "3", "--rates", "1e-3", "2e-3", "4e-3"]
-    models += ["--steps", "1500", "--eval-interval", "150"]
-    recipes = [FAST, *(f"{FAST}+{change}" for change in RECIPES)]
-    here = [sys.executable, "-m", "ridgeline", "study"]
-    return {
-        "models": (compare(cards, *models), True),
-        "recipe": (compare(cards, *recipes, "--recipes", "--target", "1.4697", "--seeds", "3"), True),
-        "boxing": (compare(cards, *BOXING, "--recipes", "--target", "0.55", "--seeds", "3", "--eval-interval", "80"), True),
-        "search": ([*here, "search", "--base", "gpt2-c256", "--target", "loss=1.6", "--budget", "60s", "--trial", "3s"], False),
-        "inversion": ([*here, "inversion", "fast-c256", "gpt2-c256"], False),
-        "divergence": ([sys.executable, str(Path(__file__).with_name("divergence_gpu.py"))], False),
-    }
+def words_of(name):
+    """What follows `ridgeline study compare` for a comparison, without where and how many at a time."""
+    contenders, asked = COMPARISONS[name]
+    asked = f"{asked} --seeds {SEEDS} --out {HOME / name}"
+    return [*(f"{contender}{TINY}" for contender in contenders), *asked.split(), *REHEARSAL]
 
 
 def say(*words):
     print(f"[{time.monotonic() - BEGUN:5.1f}]", *words, flush=True)
 
 
-def prepare(*words):
-    """A data set in the cache, before several jobs ask for it."""
-    done = subprocess.run([sys.executable, "-m", "ridgeline", "data", *words], capture_output=True, text=True)
-    say("data", words[0], "ready" if done.returncode == 0 else done.stderr.strip()[-200:])
-
-
-def start(name, command, seconds):
-    """A job's process, its words in a file."""
-    command = list(command)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "170"}
-    if name == "divergence":
-        command.append(str(seconds))
-        environment["OUT"] = str(HOME / name)
-    elif name == "inversion":
-        command += ["--out", str(HOME / name / "record.json")]
-    elif seconds is not None:
-        command += ["--out", str(HOME / name)]
+def start(name, command, **more):
+    """A process in a session of its own, its words in a file."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "170", "OUT": str(HOME / name), **more}
     log = (HOME / f"{name}.txt").open("a")
-    return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    STARTED.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True))
+    return STARTED[-1]
 
 
-def timed_alone(name, command, card, until, codes):
-    """The comparison again, which finds all its runs and times a step of each contender on one card."""
-    at = command.index("--gpus") if "--gpus" in command else len(command)
-    command = [*command[:at], *command[at + 2 :]]
-    if card is not None:
-        command += ["--device", f"cuda:{card}"]
-    codes[f"{name} timed"] = wait({name: start(name, command, 0)}, until).get(name)
+def study(name, *words, **more):
+    return start(name, [sys.executable, "-m", "ridgeline", "study", *words], **more)
 
 
-def train_once(until):
-    """The preset as a user calls it, with warm caches: what beside training it takes."""
-    begun = time.monotonic()
-    command = [sys.executable, "-m", "ridgeline", "train", FAST, "--json", "--lanes", "1", "--out", str(HOME / "fresh")]
-    process = start("fresh", command, None)
-    wait({"fresh": process}, until)
-    words = (HOME / "fresh.txt").read_text(errors="replace").splitlines()
-    say(f"fresh: {time.monotonic() - begun:.1f} s in all;", *(line[:300] for line in words if "first step" in line or "{" in line))
+def mine(mode, *words, **more):
+    """This file as a process of its own."""
+    return start(mode.strip("-"), [sys.executable, __file__, mode, *words], **more)
 
 
 def end(process):
@@ -117,89 +98,259 @@ def end(process):
     for sign, patience in ((signal.SIGINT, 3), (signal.SIGKILL, 3)):
         if process.poll() is None:
             os.killpg(process.pid, sign)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
-            except subprocess.TimeoutExpired:
-                pass
 
 
-def wait(jobs, until):
-    """By name of the job that ended, its exit code; the others are ended."""
+def wait(jobs, until, trained=lambda name: False):
+    """By name of the job, the code that it ended with, or "trained", or "cut off"."""
     codes = {}
     while len(codes) < len(jobs) and time.monotonic() < until:
         for name, process in jobs.items():
-            if name not in codes and process.poll() is not None:
-                codes[name] = process.returncode
-                say(name, "ended with", process.returncode)
+            if name in codes:
+                continue
+            if process.poll() is not None or trained(name):
+                codes[name] = "trained" if process.poll() is None else process.returncode
+                end(process)
+                say(name, codes[name])
         time.sleep(0.1)
-    for process in jobs.values():
-        end(process)
+    for name, process in jobs.items():
+        if name not in codes:
+            codes[name] = "cut off"
+            end(process)
+            say(name, codes[name])
     return codes
 
 
-def keep(name):
-    """Copies a job's record, and what search chose."""
-    for file in (HOME / name / "record.json", HOME / name / "divergence.json", HOME / name / "chosen.toml"):
-        if file.exists():
-            shutil.copy(file, OUT / f"{name}{'-' + file.stem if file.suffix == '.toml' else ''}{file.suffix}")
+def prepare(text, names):
+    """The data sets, before several jobs ask for them; at the same time."""
+    here = [sys.executable, "-m", "ridgeline", "data"]
+    wanted = {"tinyshakespeare": ["tinyshakespeare", "--file", text]}
+    if {"boxing", "divergence"} & set(names):
+        wanted["boxing"] = ["boxing"]
+    begun = time.monotonic()
+    jobs = {f"data-{name}": start(f"data-{name}", [*here, *words]) for name, words in wanted.items()}
+    wait(jobs, begun + 90)
 
 
-def main():
-    limit, text, asked = float(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    fresh, untimed, retime = (word in asked for word in ("fresh", "untimed", "retime"))
-    asked = [name for name in asked if name not in ("fresh", "untimed", "retime")]
-    OUT.mkdir(parents=True, exist_ok=True)
-    HOME.mkdir(parents=True, exist_ok=True)
-    if not retime:
-        prepare("tinyshakespeare", "--file", text)
+def train(names, until):
+    """Trains comparisons, until the first step of one is timed: that is done alone, by `clock`."""
     import torch
 
     cards = torch.cuda.device_count() or 1
-    known = commands(cards)
-    timed = [name for name in asked if known[name][1] and not untimed]
-    train_s = limit - 4 - TIMING_S * -(-len(timed) // cards) - (FRESH_S if fresh else 0)
+    spread = ["--processes", str(4 * cards if torch.cuda.is_available() else 2)]
+    spread += ["--gpus", str(cards)] if cards > 1 else []
     jobs = {}
-    for name in () if retime else sorted(asked, key=lambda name: name in GAMES):
-        if name in GAMES and not GAMES & jobs.keys():
-            prepare("boxing")
-        jobs[name] = start(name, known[name][0], train_s - (time.monotonic() - BEGUN))
-    codes = wait(jobs, BEGUN + train_s)
-    left = [name for name in timed if retime or codes.get(name) == 0]
-    for name in left:
-        for file in (HOME / name).rglob("pace.json"):
+    for name in names:
+        if name == "divergence":
+            (HOME / name).mkdir(exist_ok=True)
+            given = [str(until - time.monotonic() - 2), *os.environ.get("DIVERGENCE", "").split()]
+            jobs[name] = start(name, [sys.executable, str(Path(__file__).with_name("divergence_gpu.py")), *given])
+        else:
+            jobs[name] = study(name, "compare", *words_of(name), *spread)
+    return wait(jobs, until, lambda name: name in COMPARISONS and any((HOME / name).glob("runs/*/pace.json")))
+
+
+def clock(names):
+    """In a process of its own: makes every contender's step ready, waits for GO, then times one after another."""
+    from ridgeline.cli.output import parse
+    from ridgeline.cli.study_compare import Options, plan_of
+    from ridgeline.study.compare import pace_file
+    from ridgeline.study.pace import Stopwatch, keep_pace
+
+    ready = []
+    for name in names:
+        plan = plan_of(parse(Options, words_of(name), "study compare"))
+        for contender, config in plan.configs.items():
+            try:
+                ready.append((f"{name} {contender}", Stopwatch(config), pace_file(HOME / name, contender)))
+            except Exception as error:  # the others are timed all the same
+                print(f"{name} {contender}: {type(error).__name__}: {error}"[:300], flush=True)
+    print(f"{len(ready)} ready at {time.monotonic() - BEGUN:.1f} s", flush=True)
+    while not GO.exists():
+        time.sleep(0.1)
+    for label, watch, file in ready:
+        step_s = watch.time()
+        keep_pace(step_s, file)
+        print(label, *(f"{1e3 * seconds:.3f} ms" for seconds in step_s), flush=True)
+    print(f"timed at {time.monotonic() - BEGUN:.1f} s", flush=True)
+
+
+def fresh(seed, steps):
+    """In a process of its own: `ridgeline train` on the preset, and where its seconds went."""
+    import ridgeline.cli.train
+    from ridgeline.cli import main as ridgeline
+    from ridgeline.data.api import load_dataset
+    from ridgeline.train.metrics import read_metrics
+
+    imported = time.monotonic()
+    load_dataset("tinyshakespeare")
+    loaded = time.monotonic()
+    home = HOME / f"fresh-{seed}"
+    shutil.rmtree(home, ignore_errors=True)
+    short = ["--steps", steps, "--eval-interval", steps] if steps != "all" else []
+    tiny = (
+        "--window.context 32 --model.decoder.layers 1 --model.decoder.width 32 --model.decoder.heads 2" if TINY else ""
+    )
+    ridgeline(["train", FAST, "--lanes", "1", "--seed", seed, "--out", str(home), *short, *tiny.split()])
+    ended = time.monotonic()
+    points = [(row["step"], row["seconds"], row["val_loss"]) for row in read_metrics(home) if "val_loss" in row]
+    held = [a for a, b in itertools.pairwise(points) if max(a[2], b[2]) <= TARGET]
+    print(
+        json.dumps(
+            {
+                "seed": int(seed),
+                "imports_s": round(imported - BEGUN, 2),
+                "data_s": round(loaded - imported, 3),
+                "train_call_s": round(ended - loaded, 2),
+                "training_s": points[-1][1],
+                "held_at_step": held[0][0] if held else None,
+                "held_s": held[0][1] if held else None,
+                "validations": points,
+            }
+        ),
+        flush=True,
+    )
+
+
+def fresh_runs(until):
+    """The preset with every seed and what is cached, then with nothing cached up to its first step."""
+    from ridgeline import files
+
+    found, log = [], HOME / "fresh.txt"
+    with tempfile.TemporaryDirectory() as empty:
+        shutil.copytree(files.cache(), f"{empty}/cache", ignore=shutil.ignore_patterns("cubin"))
+        cold = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
+        cold["RIDGELINE_CACHE"] = f"{empty}/cache"
+        for seed in range(SEEDS + 1):
+            steps, caches = ("4" if TINY else "all", {}) if seed < SEEDS else ("2", cold)
+            at, begun = log.stat().st_size if log.exists() else 0, time.monotonic()
+            wait({"fresh": mine("--fresh", str(seed), steps, **caches)}, until)
+            said = log.read_bytes()[at:].decode(errors="replace")
+            made, first = re.search(r"^\{.*\}$", said, re.MULTILINE), re.search(r"first step ([0-9.]+) s", said)
+            if made:
+                row = {**json.loads(made[0]), "in_all_s": round(time.monotonic() - begun, 2), "cold": bool(caches)}
+                found.append({**row, "first_step_s": float(first[1]) if first else None})
+                say("fresh", {key: value for key, value in found[-1].items() if key != "validations"})
+                (OUT / "fresh.json").write_text(json.dumps(found))
+
+
+def unfinished(names):
+    """The comparisons of which a run may be missing."""
+    return [name for name in names if name in COMPARISONS and trained_before().get(name) not in ("trained", 0)]
+
+
+def records(names, clocked, until):
+    """Steps of all comparisons on the first card, then their records; returns how each ended."""
+    for name in names:
+        for file in (HOME / name).glob("runs/*/pace.json"):
             file.unlink()
-        keep(name)  # with times taken beside others, in case those alone are not reached
-    lock = threading.Lock()
-
-    def take_turns(card):
-        while True:
-            with lock:
-                if not left:
-                    return
-                name = left.pop(0)
-            timed_alone(name, known[name][0], card, BEGUN + limit - 4, codes)
-
-    turns = [threading.Thread(target=take_turns, args=(card if cards > 1 else None,)) for card in range(cards)]
-    for turn in turns:
-        turn.start()
-    for turn in turns:
-        turn.join()
-    if fresh:
-        train_once(BEGUN + limit - 2)
-    for name in asked:
+    GO.touch()
+    codes = wait({"clock": clocked}, until)
+    tell("clock", 30)
+    # these find all runs and all paces
+    codes |= wait({name: study(name, "compare", *words_of(name)) for name in names}, until)
+    for name in names:
         keep(name)
-        words = (HOME / f"{name}.txt").read_text(errors="replace").splitlines()
-        lines = [line for line in words if not line.startswith((" ", "/")) and "Warning" not in line and line.strip()]
-        print(f"== {name}", *(line[:170] for line in lines[-16:]), sep="\n", flush=True)
+        tell(name, 16)
+    return codes
+
+
+def others(names, until):
+    """Inversion and search on the last card, one after another."""
+    import torch
+
+    last = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)} if torch.cuda.device_count() > 1 else {}
+    for name in names:
+        record = ["--out", str(HOME / name / "record.json" if name == "inversion" else HOME / name)]
+        rehearsal = ["--context", "16", "--batch", "2"] if name == "inversion" and TINY else []
+        wait({name: study(name, *ALONE[name], *rehearsal, *record, **last)}, until)
+        keep(name)
+        tell(name, 16)
+
+
+def time_alone(names, clocked, until):
+    """What is timed: comparisons and the preset on the first card, beside them what else is asked for on the last."""
+    import torch
+
+    compared, rest = [name for name in names if name in COMPARISONS], [name for name in names if name in ALONE]
+    beside = threading.Thread(target=others, args=(rest, until))
+    if torch.cuda.device_count() > 1:
+        beside.start()
+    codes = records(compared, clocked, until) if compared else {}
+    if "fresh" in names:
+        fresh_runs(until)
+    if beside.ident is None:
+        beside.start()
+    beside.join()
+    return codes
+
+
+def trained_before():
+    """What the last call of `train` came to, by name of the comparison."""
+    file = HOME / "codes.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def tell(name, count):
+    """The last lines of a job's words."""
+    words = (HOME / f"{name}.txt").read_text(errors="replace").splitlines()
+    lines = [line for line in words if not line.startswith(("  ", "/")) and "Warning" not in line and line.strip()]
+    print(f"== {name}", *(line[:170] for line in lines[-count:]), sep="\n", flush=True)
+
+
+def keep(name):
+    """Copies a job's record, and what a search chose."""
+    for file in ("record.json", "divergence.json", "chosen.toml"):
+        if (HOME / name / file).exists():
+            kind = Path(file).suffix
+            shutil.copy(HOME / name / file, OUT / f"{name}{'-chosen' if kind == '.toml' else ''}{kind}")
+
+
+def bring_back():
+    """All results of runs, whole or not."""
     with tarfile.open(OUT / "runs.tgz", "w:gz") as tar:
-        for pattern in ("result.json", "pace.json", "plan.json"):
+        for pattern in KEPT:
             for file in HOME.rglob(pattern):
-                tar.add(file, file.relative_to(HOME))
-    (OUT / "studies.json").write_text(json.dumps(codes))
-    if not untimed:
-        shutil.rmtree(HOME, ignore_errors=True)
-    say("end")
+                if file.stat().st_size < 2_000_000:
+                    tar.add(file, file.relative_to(HOME))
+
+
+def main():
+    limit, text, phase, *names = float(sys.argv[1]), *sys.argv[2:]
+    OUT.mkdir(parents=True, exist_ok=True)
+    HOME.mkdir(parents=True, exist_ok=True)
+    if "RUNS" in os.environ:
+        with tarfile.open(os.environ["RUNS"]) as tar:
+            tar.extractall(HOME, filter="data")
+    GO.unlink(missing_ok=True)
+    codes, end_s = {}, BEGUN + limit - 4
+    try:
+        prepare(text, names)
+        compared = [name for name in names if name in COMPARISONS]
+        clocked = mine("--clock", *compared) if phase != "train" and compared else None
+        training = unfinished(names) + [name for name in names if name == "divergence" and phase != "time"]
+        if training:
+            codes = train(training, end_s - (ALONE_S if phase != "train" else 0))
+            (HOME / "codes.json").write_text(json.dumps({**trained_before(), **codes}))
+            for name in training:
+                keep(name)
+                tell(name, 12)
+        if phase != "train":
+            say("alone from now on")
+            codes |= time_alone(names, clocked, end_s)
+    finally:
+        for process in STARTED:
+            end(process)
+        bring_back()
+        (OUT / f"{phase}.json").write_text(json.dumps(codes))
+        say("end", codes)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "--clock":
+        clock(sys.argv[2:])
+    elif sys.argv[1] == "--fresh":
+        fresh(*sys.argv[2:])
+    else:
+        main()

@@ -169,6 +169,18 @@ def find(path: str | Path, prefer: str = "best") -> Path:
     raise CheckpointError(f"{folder} {state}; give the folder of a run or of a checkpoint (it holds {HEADER})")
 
 
+def digest(path: str | Path) -> str:
+    """The checksum of a checkpoint's tensors, as its header gives it: other tensors have another.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: it holds none, or one that is damaged or foreign.
+    """
+    return str(_read_header(Path(path))["tensors"]["sha256"])
+
+
 def check_config(saved: object, wanted: object, what: str = "config") -> None:
     """Compare a checkpoint's configuration with the one asked for.
 

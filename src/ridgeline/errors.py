@@ -92,11 +92,11 @@ def require(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra installs it.
 
     Raises:
-        MissingExtraError: the module is not installed.
+        MissingExtraError: the module is not installed, or lacks what it needs itself.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise MissingExtraError(
-            f"{module} is not installed; in a clone of ridgeline run: pip install '.[{extra}]'"
-        ) from error
+        found = error.name is None or not module.startswith(error.name)
+        what = f"{module} cannot be imported: {reason(error)}" if found else f"{module} is not installed"
+        raise MissingExtraError(f"{what}; in a clone of ridgeline run: pip install '.[{extra}]'") from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import types
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ridgeline.bench.peers import PEERS, peer_model
 from ridgeline.bench.workloads import random_batch, workload
@@ -47,6 +49,33 @@ def test_transformers_gpt2_is_the_same_function():
     torch.testing.assert_close(theirs.loss(batch), ours.loss(batch))
 
 
+def waits(self):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_ligers_loss_can_be_captured(monkeypatch):
+    """It asks the card how many targets count, and a captured step cannot wait for the answer."""
+
+    def loss(state_NC, weight_VC, targets_N, weights, bias, ignored):
+        count = (targets_N != ignored).sum().item()
+        return F.cross_entropy(state_NC @ weight_VC.t(), targets_N, reduction="sum") / count, None
+
+    norm = types.SimpleNamespace(apply=lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps))
+    ops = types.SimpleNamespace(
+        LigerLayerNormFunction=norm, LigerFusedLinearCrossEntropyFunction=types.SimpleNamespace(apply=loss)
+    )
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    case = small("gpt2-c256")
+    ours, theirs, batch = build(case.model, seed=0), peer_model("liger", case), random_batch(case, CPU)
+    monkeypatch.setattr(torch.Tensor, "item", waits, raising=False)
+    with pytest.raises(RuntimeError, match="capturing"):
+        ours.loss(batch).item()
+    found = theirs.loss(batch)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, ours.loss(batch))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256"])
 def test_liger_is_the_same_function(name):
@@ -74,5 +103,13 @@ def test_what_a_peer_cannot_express(peer, name):
 def test_a_missing_package_is_named_with_its_extra(monkeypatch, peer):
     for module in ("transformers", "liger_kernel"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=r"\.\[peers\]"):
+    with pytest.raises(MissingExtraError, match=r"is not installed; .*\.\[peers\]"):
         peer_model(peer, small("gpt2-c256"))
+
+
+def test_a_package_that_lacks_another_says_which(monkeypatch, tmp_path):
+    (tmp_path / "transformers.py").write_text("import a_package_that_it_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+    with pytest.raises(MissingExtraError, match="transformers cannot be imported: No module named 'a_package"):
+        peer_model("transformers", small("gpt2-c256"))

@@ -3,10 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +14,6 @@ from ridgeline.cli import main
 from ridgeline.data import shards
 from ridgeline.data.api import load_dataset, prepare_melee
 from ridgeline.data.loader import Batches, Validation
-from ridgeline.data.melee import store as store_module
-from ridgeline.data.melee import take
 from ridgeline.data.melee.replay import read_replay
 from ridgeline.data.order import Order
 from ridgeline.data.window import WindowSpec
@@ -35,31 +29,8 @@ GAMES = 5
 SEATS = 9  # one of the players is the computer's
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Five games, and three that are refused: the same game twice, one that is damaged, one that is too short."""
-    made = tmp_path_factory.mktemp("replays")
-    for file in (replays.SCRIPTED, replays.ROLLBACK, replays.FOX_DITTO, replays.CPU):
-        shutil.copy(file, made / file.name)
-    (made / "deeper").mkdir()
-    shutil.copy(replays.SHORT, made / "deeper" / "a.SLP")
-    (made / "deeper" / "b.slp").write_bytes(
-        variant(replays.SHORT, start={replays.NAMES: b"MR SECRET", replays.CODES: b"SECR"})
-    )
-    shutil.copy(replays.TRUNCATED, made)
-    shutil.copy(replays.TINY, made)
-    (made / "notes.txt").write_text("no replay")
-    return made
-
-
-@pytest.fixture(scope="module")
-def prepared(folder, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out") / "melee"
-    return prepare_melee(folder, out, processes=2), load_dataset(out)
-
-
 @needs_replays
-def test_what_is_in_it_and_what_is_refused(folder, prepared):
+def test_what_is_in_it_and_what_is_refused(replay_folder, prepared):
     report, data = prepared
     lengths = [2935, 5023, 6552, 941, 308]
     assert report["games"] == GAMES
@@ -70,7 +41,7 @@ def test_what_is_in_it_and_what_is_refused(folder, prepared):
     assert report["frames_per_s"] > 0
     refused = {Path(entry["file"]).name: entry["reason"] for entry in report["refused"]}
     assert refused == {
-        "b.slp": f"the same game as {folder / 'deeper' / 'a.SLP'}",
+        "b.slp": f"the same game as {replay_folder / 'deeper' / 'a.SLP'}",
         replays.TRUNCATED.name: refused[replays.TRUNCATED.name],
         replays.TINY.name: "124 frames, too short for a window of 256 and its target",
     }
@@ -96,9 +67,9 @@ def test_the_presets_fit_as_they_are(prepared):
 
 
 @needs_replays
-def test_other_classes(folder, tmp_path):
+def test_other_classes(replay_folder, tmp_path):
     prepare_melee(
-        folder, tmp_path / "x", buttons=5, shoulder=True, stage="yoshis_story", min_version="3.15", processes=1
+        replay_folder, tmp_path / "x", buttons=5, shoulder=True, stage="yoshis_story", min_version="3.15", processes=1
     )
     data = load_dataset(tmp_path / "x")
     assert {origin["stage"] for origin in data.provenance} == {STAGES["YOSHIS_STORY"]}
@@ -108,11 +79,11 @@ def test_other_classes(folder, tmp_path):
 
 @needs_replays
 @pytest.mark.parametrize(("stride", "delay"), [(1, 0), (2, 0), (1, 18), (2, 21)])
-def test_windows_hold_what_the_replay_holds(folder, prepared, stride, delay):
+def test_windows_hold_what_the_replay_holds(replay_folder, prepared, stride, delay):
     """From the raw recording to the batch: own player first, target `delay` frames after the next one."""
     _, data = prepared
     raw = {}
-    for file in folder.rglob("*"):
+    for file in replay_folder.rglob("*"):
         if file.suffix.lower() == ".slp" and file.name not in ("b.slp", replays.TRUNCATED.name, replays.TINY.name):
             replay = read_replay(file)
             raw[replay.digest] = replay
@@ -156,33 +127,9 @@ def test_the_first_label_of_a_window_does_not_depend_on_where_it_starts(prepared
 
 
 @needs_replays
-def test_the_number_of_processes_does_not_matter(folder, prepared, tmp_path):
-    prepare_melee(folder, tmp_path / "x", processes=1)
+def test_the_number_of_processes_does_not_matter(replay_folder, prepared, tmp_path):
+    prepare_melee(replay_folder, tmp_path / "x", processes=1)
     assert load_dataset(tmp_path / "x").fingerprint == prepared[1].fingerprint
-
-
-def dying_read(task):
-    """As if the parser died over the truncated file each time, and over another one the first time only."""
-    file = Path(task[0])
-    if file.name == replays.TRUNCATED.name:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if file.name == replays.CPU.name and not (mark := file.with_suffix(".mark")).exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return take.read(task)
-
-
-@needs_replays
-def test_a_replay_that_kills_its_reader_is_refused(folder, prepared, tmp_path, monkeypatch):
-    monkeypatch.setattr("ridgeline.data.melee.prepare.read", dying_read)
-    report = prepare_melee(folder, tmp_path / "x", processes=2)
-    reasons = {Path(entry["file"]).name: entry["reason"] for entry in report["refused"]}
-    assert reasons.pop(replays.TRUNCATED.name) == "the process that read it died (exit code -11)"
-    before = {Path(entry["file"]).name: entry["reason"] for entry in prepared[0]["refused"]}
-    del before[replays.TRUNCATED.name]
-    assert reasons == before
-    assert load_dataset(tmp_path / "x").fingerprint == prepared[1].fingerprint
-    (folder / replays.CPU.name).with_suffix(".mark").unlink()
 
 
 @needs_replays
@@ -199,116 +146,6 @@ def test_names_and_codes_are_not_kept(tmp_path):
         assert secret not in file.read_bytes()
 
 
-class StopError(Exception):
-    """An interruption."""
-
-
-def interrupt_after(count):
-    def progress(done, total):
-        if done >= count:
-            raise StopError
-
-    return progress
-
-
-@needs_replays
-@pytest.mark.parametrize("damage", ["nothing", "torn line", "rows of more"])
-def test_an_interrupted_preparation_goes_on(folder, prepared, tmp_path, damage, monkeypatch):
-    out = tmp_path / "x"
-    with pytest.raises(StopError):
-        prepare_melee(folder, out, processes=1, progress=interrupt_after(4))
-    assert not out.exists()
-    aside = tmp_path / ".x.partial"
-    journal = aside / store_module.JOURNAL
-    assert len(journal.read_text().splitlines()) == 1 + 4
-    if damage == "torn line":
-        journal.write_bytes(journal.read_bytes() + b'{"file": "ab')
-    if damage == "rows of more":
-        for name in ("categories", "numbers"):
-            with (aside / f"{name}.npy").open("ab") as stream:
-                stream.write(b"12345")
-    read = []
-    monkeypatch.setattr("ridgeline.data.melee.prepare._add", _noting(read))
-    report = prepare_melee(folder, out, processes=1)
-    assert len(read) == 8 - 4  # the rest only
-    assert not aside.exists()
-    assert sorted(file.name for file in out.iterdir()) == sorted(
-        [
-            "meta.json",
-            *(f"{name}.npy" for name in ("categories", "numbers", "controller", "target", "offsets", "held_out")),
-        ]
-    )
-    assert load_dataset(out).fingerprint == prepared[1].fingerprint
-    assert {**report, "frames_per_s": 0, "path": ""} == {**prepared[0], "frames_per_s": 0, "path": ""}
-
-
-def _noting(read):
-    from ridgeline.data.melee import prepare
-
-    real = prepare._add
-
-    def add(store, digests, key, result):
-        read.append(key)
-        real(store, digests, key, result)
-
-    return add
-
-
-@needs_replays
-def test_a_killed_preparation_goes_on(prepared, folder, tmp_path):
-    """Ended from outside at an arbitrary moment, as often as it takes."""
-    script = tmp_path / "x.py"
-    script.write_text(
-        "import sys\nfrom ridgeline.data.api import prepare_melee\n"
-        "if __name__ == '__main__':\n    prepare_melee(sys.argv[1], sys.argv[2], processes=1)\n"
-    )
-    journal = tmp_path / ".out.partial" / store_module.JOURNAL
-    process = subprocess.Popen([sys.executable, str(script), str(folder), str(tmp_path / "out")])
-    while process.poll() is None and not (journal.exists() and journal.stat().st_size):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    prepare_melee(folder, tmp_path / "out", processes=1)
-    assert load_dataset(tmp_path / "out").fingerprint == prepared[1].fingerprint
-
-
-@needs_replays
-def test_an_unfinished_preparation_with_other_settings_is_not_gone_on_with(folder, tmp_path):
-    with pytest.raises(StopError):
-        prepare_melee(folder, tmp_path / "x", processes=1, progress=interrupt_after(2))
-    with pytest.raises(DataError, match="unfinished preparation with other settings"):
-        prepare_melee(folder, tmp_path / "x", buttons=7, processes=1)
-
-
-def test_one_process_prepares_at_a_time(tmp_path):
-    widths = dict.fromkeys(("categories", "numbers", "controller", "target"), 1)
-    store = store_module.Store(tmp_path / "y", {}, widths)
-    try:
-        with pytest.raises(DataError, match="another process is preparing"):
-            store_module.Store(tmp_path / "y", {}, widths)
-    finally:
-        store.close()
-
-
-@needs_replays
-def test_a_full_disk_is_said_and_can_be_mended(folder, prepared, tmp_path, monkeypatch):
-    real, written = os.write, []
-
-    def write(descriptor, content):
-        written.append(len(content))
-        if sum(written) > 500_000:
-            raise OSError(28, "No space left on device")
-        return real(descriptor, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store_module.os, "write", write)
-        with pytest.raises(DataError, match="No space left on device; once that is mended, the same command goes on"):
-            prepare_melee(folder, tmp_path / "x", processes=1)
-    assert not (tmp_path / "x").exists()
-    prepare_melee(folder, tmp_path / "x", processes=1)
-    assert load_dataset(tmp_path / "x").fingerprint == prepared[1].fingerprint
-
-
 @needs_replays
 def test_a_data_set_of_another_schema_is_refused(prepared, tmp_path):
     shutil.copytree(prepared[1].path, tmp_path / "x")
@@ -320,14 +157,6 @@ def test_a_data_set_of_another_schema_is_refused(prepared, tmp_path):
     file.write_text(json.dumps({**meta, "features": {**meta["features"], "version": 0}}))
     with pytest.raises(DataError, match=r"x cannot be trained on here: the features .* are not those of this version"):
         load_dataset(tmp_path / "x")
-
-
-@needs_replays
-def test_a_partial_folder_is_no_data_set(folder, tmp_path):
-    with pytest.raises(StopError):
-        prepare_melee(folder, tmp_path / "x", processes=1, progress=interrupt_after(2))
-    with pytest.raises(DataError, match="no data set"):
-        load_dataset(tmp_path / ".x.partial")
 
 
 def refused(capsys, *arguments):
@@ -352,14 +181,14 @@ def test_nothing_is_left(tmp_path, capsys):
 
 
 @needs_replays
-def test_command_line(folder, tmp_path, capsys):
+def test_command_line(replay_folder, tmp_path, capsys):
     out = tmp_path / "out"
-    assert main(["data", "melee", str(folder), "-o", str(out), "--character", "Fox", "--json"]) == 0
+    assert main(["data", "melee", str(replay_folder), "-o", str(out), "--character", "Fox", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(report) == {"games", "frames", "windows", "frames_per_s", "refused", "path"}
     assert report["games"] == 2
     assert {origin["character"] for origin in load_dataset(out).provenance} == {1}
-    assert "exists; choose another folder" in refused(capsys, folder, "-o", out)
+    assert "exists; choose another folder" in refused(capsys, replay_folder, "-o", out)
 
 
 def test_what_cannot_be_asked_for(tmp_path, capsys, monkeypatch):
@@ -381,9 +210,9 @@ def test_what_cannot_be_asked_for(tmp_path, capsys, monkeypatch):
 
 
 @needs_replays
-def test_without_a_folder_of_ones_own_it_is_called_melee(folder, tmp_path, monkeypatch):
+def test_without_a_folder_of_ones_own_it_is_called_melee(replay_folder, tmp_path, monkeypatch):
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
-    prepare_melee(folder, processes=1, character="FOX")
+    prepare_melee(replay_folder, processes=1, character="FOX")
     assert load_dataset("melee").path == tmp_path / "melee"
     assert len(Validation(load_dataset("melee"), WindowSpec(context=256), batch=4))
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ridgeline.models import Category, ControllerPolicy, DecoderConfig, Head, PolicyConfig
+from ridgeline.models.fused import policy
 from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.policy_heads import HeadWeights
 
 pytest.importorskip("triton")
 
@@ -50,3 +52,25 @@ def test_losses_and_gradients(conditioning: Literal["logits", "classes"]) -> Non
         grads = torch.autograd.grad(loss, list(model.parameters()))
         results.append(({name: value.detach() for name, value in losses.items()}, grads))
     torch.testing.assert_close(results[1], results[0], rtol=5e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("hopper", "classes", "dtype", "impl"),
+    [
+        (True, (9, 37, 6), torch.bfloat16, "cuda"),
+        (False, (9, 37, 6), torch.bfloat16, "triton"),
+        (True, (9, 37, 6), torch.float32, "triton"),
+        (True, (9, 80, 6), torch.bfloat16, "triton"),
+        (True, (9, 137, 6), torch.bfloat16, None),
+    ],
+)
+def test_the_fastest_heads_that_can_run_are_taken(
+    hopper: bool, classes: tuple[int, ...], dtype: torch.dtype, impl: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "available", lambda name, _: None if hopper or name != "cuda" else "no Hopper card")
+    heads, width = [], 512
+    for count in classes:
+        shapes = ((width,), (width,), (256, width), (256,), (count, 256), (count,))
+        heads.append(HeadWeights(*(torch.empty(shape, dtype=dtype) for shape in shapes)))
+        width += count
+    assert policy.heads_impl(heads, torch.device("cpu"), dtype) == impl

@@ -143,11 +143,11 @@ BUILDS = [  # part, width, configuration, spilled bytes allowed: what only a til
     ("mlp_forward", 256, Config(2), 256),
     ("mlp_backward", 128, Config(1), 0),
     ("mlp_backward", 256, Config(1), 1024),
-    ("mlp_backward", 256, Config(2), 384),
-    ("project_forward", 256, Config(1), 0),
-    ("project_forward", 256, Config(2), 0),
-    ("project_backward", 256, Config(1), 0),
-    ("project_backward", 256, Config(2), 128),
+    ("mlp_backward", 256, Config(2), 512),
+    ("project_forward", 128, Config(), 0),
+    ("project_forward", 256, Config(), 0),
+    ("project_backward", 128, Config(), 0),
+    ("project_backward", 256, Config(), 0),
 ]
 
 

@@ -23,3 +23,10 @@ def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "best"
     checkpoint.save(path, checkpoint.join(model=policy.state_dict()), meta)
     return path, policy, meta
+
+
+@pytest.fixture(autouse=True)
+def usual_rounds():
+    """Whatever round a test had played instead is gone after it."""
+    yield
+    GAME.__dict__.pop("environment", None)

@@ -2,23 +2,19 @@
 
 import dataclasses
 import functools
-import importlib
-import os
-import time
 
 import numpy as np
 import pytest
 import torch
 
+from play.players import Short, Standin, play_all, player, shorten
 from ridgeline import checkpoint
 from ridgeline.data.window import WindowSpec
 from ridgeline.errors import (
     CheckpointError,
     ConfigError,
     MissingExtraError,
-    OutOfMemoryError,
     UnsupportedError,
-    WorkerError,
 )
 from ridgeline.games.boxing.adapter import GAME
 from ridgeline.games.boxing.game import Boxing
@@ -26,83 +22,7 @@ from ridgeline.games.env import FIRST_EVALUATION_SEED
 from ridgeline.models import ControllerPolicy
 from ridgeline.play import Evaluation, GameResult, Player, decide, evaluate, load_player, play_games, rollout
 from ridgeline.play.decide import Decider
-from ridgeline.play.ledger import Ledger
 from ridgeline.play.window import Window
-
-judge = importlib.import_module("ridgeline.play.evaluate")  # the package has a function of that name
-
-
-class Standin:
-    """A policy that chases the opponent and notes what it was shown."""
-
-    def __init__(self, fail_after=None):
-        self.seen, self.fail_after = [], fail_after
-
-    def act(self, batch, at_B, *, temperature=1.0, generator=None):
-        self.seen.append({name: tensor.clone() for name, tensor in batch.items()} | {"at": at_B.clone()})
-        if self.fail_after is not None and len(self.seen) > self.fail_after:
-            os._exit(3)
-        newest = batch["numbers"][torch.arange(len(at_B)), at_B]
-        right, down = newest[:, 8] * 64, newest[:, 9] * 64
-        stick = torch.where(right.abs() > 26, torch.where(right > 0, 2, 3), torch.where(down > 0, 4, 1))
-        chance = [torch.rand((), generator=own) for own in generator] if temperature else [torch.ones(())] * len(at_B)
-        noise = torch.stack(chance) < 0.1 * temperature
-        fire = 1 - batch["previous"][torch.arange(len(at_B)), at_B, 1]
-        return torch.stack([torch.where(noise, torch.zeros_like(stick), stick), fire], dim=-1)
-
-
-def player(policy=None, window=None):
-    spec = window or WindowSpec(context=8)
-    return Player(policy or Standin(), "boxing", GAME.features(), spec, torch.device("cpu"))
-
-
-def dying_player():
-    return player(Standin(fail_after=100))
-
-
-class Endless(Boxing):
-    """A round that lasts longer than a round can."""
-
-    cap = 20
-
-
-class Short(Boxing):
-    """A round that ends after some steps."""
-
-    length = 60
-
-    def reset(self, seed):
-        self.steps = 0
-        return super().reset(seed)
-
-    def step(self, controller):
-        self.steps += 1
-        return super().step(controller)
-
-    @property
-    def done(self):
-        return self.steps >= self.length
-
-
-def player_of(kind):
-    """A player whose process plays another kind of round."""
-    GAME.environment = kind
-    return player()
-
-
-def shorten(monkeypatch, steps):
-    monkeypatch.setattr(Short, "length", steps)
-    GAME.environment = Short
-
-
-@pytest.fixture(autouse=True)
-def usual_rounds():
-    yield
-    GAME.__dict__.pop("environment", None)
-
-
-def play_all(seeds, who=None, **settings):
-    return [game for finished in play_games(who or player(), seeds, level=0, **settings) for game in finished]
 
 
 def rows_of(seed, controllers, level=0):
@@ -165,14 +85,6 @@ def test_a_seed_repeats_the_samples(monkeypatch):
     assert one == two
     assert one[0] != three[0]
     assert one[1] == three[1]  # whoever plays beside it
-
-
-def test_the_number_of_processes_does_not_matter(monkeypatch):
-    monkeypatch.setattr(judge, "GAMES_A_CALL", 2)
-    short = functools.partial(player_of, Short)
-    one, two = (evaluate(short, 5, processes=count, first_seed=5_000) for count in (1, 2))
-    assert one == two
-    assert [game.seed for game in one.results] == list(range(5_000, 5_005))
 
 
 def test_whole_games_are_counted():
@@ -271,50 +183,6 @@ def test_games_of_impossible_seeds_are_not_played():
             play_all([seed])
 
 
-def test_a_dead_process_is_an_error():
-    with pytest.raises(WorkerError, match=r"the games of seeds 10000 to 10001 died \(exit code 3\)"):
-        evaluate(dying_player, 2)
-
-
-def greedy_player():
-    class Greedy(Standin):
-        def act(self, batch, at_B, **settings):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    return player(Greedy())
-
-
-def test_a_card_without_memory_for_another_process_is_one_sentence():
-    with pytest.raises(OutOfMemoryError, match="not enough memory; let fewer processes play at a time"):
-        evaluate(greedy_player, 1)
-
-
-def hanging_player():
-    class Hanging(Standin):
-        def act(self, batch, at_B, **settings):
-            if len(self.seen) > 50:
-                time.sleep(600)
-            return super().act(batch, at_B, **settings)
-
-    return player(Hanging())
-
-
-def test_a_hung_process_is_an_error():
-    with pytest.raises(WorkerError, match="the games of seeds 10000 to 10000 was silent for 8 s"):
-        evaluate(hanging_player, 1, timeout=8)
-
-
-def test_a_slow_process_is_not_a_hung_one(monkeypatch):
-    monkeypatch.setattr(judge, "HEARTBEAT_SECONDS", 0.0)
-    signs = list(judge._play(judge.Job(player, range(5_000, 5_001), 3, 1.0, {})))
-    assert len(signs) == 1 + sum(not finished for finished in signs) > 100
-
-
-def test_a_game_that_does_not_end_is_an_error():
-    with pytest.raises(WorkerError, match="did not end within 20 steps"):
-        evaluate(functools.partial(player_of, Endless), 1)
-
-
 def test_without_the_emulator_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "ale_py", None)
     with pytest.raises(MissingExtraError, match=r"\.\[games\]"):
@@ -396,42 +264,3 @@ def test_graphs_on_a_card_choose_what_calls_choose(trained, monkeypatch, cache, 
         monkeypatch.setattr(rollout, "Decider", functools.partial(Decider, capture=capture))
         games.append(play_all([1, 2, 3], load_player(path, "cuda", cache), temperature=temperature))
     assert games[0] == games[1]
-
-
-def test_a_group_goes_on_with_the_games_it_lacks(tmp_path):
-    short, ledger = functools.partial(player_of, Short), Ledger(tmp_path / "games.jsonl")
-    (job,) = (judge.Job(short, seeds, 0, 1.0, {}) for seeds in judge.groups(4, 5_000))
-    whole = [result for _, result in judge.play_jobs([job], processes=1)]
-    for result in whole[1:3]:
-        ledger.add({}, result)
-    played = []
-    counted = functools.partial(counting_player, tmp_path / "played")
-    for _, result in judge.play_jobs([job._replace(load=counted)], processes=1, ledger=ledger):
-        played.append(result)
-    assert sorted(played, key=lambda game: game.seed) == sorted(whole, key=lambda game: game.seed)
-    assert (tmp_path / "played").read_text() == "2"
-    assert ledger.find({}, 0, job.seeds) == {result.seed: result for result in whole}
-
-
-def counting_player(file):
-    """A player of short rounds that writes down how many it decides in at a time."""
-
-    class Counting(Standin):
-        def act(self, batch, at_B, **settings):
-            file.write_text(str(len(at_B)))
-            return super().act(batch, at_B, **settings)
-
-    GAME.environment = Short
-    return player(Counting())
-
-
-def test_games_that_are_kept_are_not_played_again(trained, tmp_path, monkeypatch):
-    path, _, _ = trained
-    file = tmp_path / "games.jsonl"
-    first = evaluate(path, 1, first_seed=5_000, keep=file, processes=1)
-    assert evaluate(path, 1, first_seed=5_000, keep=file) == first
-    monkeypatch.setattr(judge, "run_parallel", lambda function, tasks, **settings: iter(tasks and [(0, [])]))
-    assert evaluate(path, 1, first_seed=5_000, keep=file) == first
-    for change in ({"temperature": 0.5}, {"level": 1}, {"cache": "none"}, {"first_seed": 5_001}):
-        with pytest.raises(WorkerError, match="0 of 1 games came back"):
-            evaluate(path, 1, keep=file, **{"first_seed": 5_000, **change})

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ridgeline.play.statistics import bootstrap, wilson
+from ridgeline.play.statistics import Z, bootstrap, wilson
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,11 @@ def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says():
         hits += low < 10 < high
     assert 0.90 < hits / 300 < 0.98
     assert bootstrap([5.0, 5.0]) == (5.0, 5.0)
-    assert bootstrap([1, 2, 3, 4]) == bootstrap([1, 2, 3, 4])
+
+
+def test_the_bootstrap_repeats_itself_and_has_enough_resamples_for_two_digits():
+    values = np.random.default_rng(2).normal(10, 3, 400)
+    low, high = bootstrap(values)
+    assert bootstrap(values) == (low, high)
+    half = Z * values.std() / len(values) ** 0.5
+    assert (values.mean() - low, high - values.mean()) == pytest.approx((half, half), rel=0.03)

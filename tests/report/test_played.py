@@ -11,10 +11,12 @@ from ridgeline.report import docs, played
 from ridgeline.report.page import chapters
 
 
-def race(level: int = 0, cache: str = "exact", names: tuple[str, ...] = ("a:best", "b:compile")) -> Record:
+def race(
+    level: int = 0, cache: str = "exact", names: tuple[str, ...] = ("a:best", "b:compile"), last: float = 60.0
+) -> Record:
     games = {"count": 30, "level": level, "cache": cache, "first_seed": 10_000}
     curves: list[dict[str, Any]] = [
-        {"figure": "setting", "name": "setting", "games": games, "grid": [0.0, 10.0, 60.0], "data": "boxing"},
+        {"figure": "setting", "name": "setting", "games": games, "grid": [0.0, 10.0, last], "data": "boxing"},
         {"figure": "crossings", "name": "crossings", "rows": [
             {"contender": "a:best", "target": "26 of 30 won", "seconds": 10.02},
             {"contender": "b:compile", "target": "26 of 30 won", "seconds": None},
@@ -41,6 +43,17 @@ def test_a_race_is_a_table_a_setting_of_the_games():
     assert first.count("| `") == 4
     assert second.startswith("3, ")
     assert played.race([samples.ladder()]) == played.MISSING
+
+
+def test_the_longest_race_comes_first():
+    records = [race(), race(3), race(names=("c:best",), last=300.0), race(names=("d:best",), last=300.0)]
+    tables = played.race(records).split("30 games at level ")[1:]
+    assert [("300 s" in table, table[0], table.count("| `")) for table in tables] == [
+        (True, "0", 2),
+        (False, "0", 4),
+        (False, "3", 4),
+    ]
+    assert "`c:best`" in tables[0]  # the newest
 
 
 def test_races_in_a_report_are_told_apart_by_their_games():

@@ -36,7 +36,7 @@ def test_a_race_prints_what_its_record_holds(capsys):
     code, output, complaint = run(capsys, *line[:-1], "--out", "runs/race")  # nothing is left to do
     assert code == 0, complaint
     assert "1 by knockout never" in " ".join(output.split())
-    assert json.loads(Path("runs/race/race.json").read_text())["format"] == 1
+    assert list(json.loads(Path("runs/race/race.json").read_text())["contenders"]) == [SMALL]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """A study's folder: one process at a time, whole files, and what is told before anything can be lost."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from command_line import refused
+from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError, DivergedError, OutOfMemoryError, RidgelineError
 from ridgeline.presets import find_config
 from ridgeline.study import clocked, runs
@@ -17,6 +19,9 @@ from ridgeline.study.clocked import checkpoint_name, read_points
 from ridgeline.study.compare import Plan, keep_plan
 from ridgeline.study.folder import check_place, claimed, write_whole
 from ridgeline.study.runs import run_once
+from ridgeline.train import train
+from ridgeline.train.resolve import resolve
+from ridgeline.train.settings import override
 
 HOLD = "import sys, time; from pathlib import Path; from ridgeline.study.folder import claimed\n"
 HOLD += "with claimed(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
@@ -35,7 +40,7 @@ def test_one_process_at_a_time_and_a_killed_one_holds_nothing(tmp_path: Path) ->
 
 
 def test_points_go_on_behind_the_last_whole_line(tmp_path: Path) -> None:
-    line = json.dumps({**POINT, "setup_s": 0.5})
+    line = json.dumps({**POINT, "setup_s": 0.5, "checkpoint": "0"})
     file = tmp_path / clocked.POINTS
     file.write_text(f"{line}\n{line[:20]}")
     clocked._append(file, line.replace('"at": 1.0', '"at": 2.0'))
@@ -78,6 +83,20 @@ def test_only_divergence_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert not (folder / runs.RESULT).exists()
     assert run_once(find_config("gpt2-c256"), folder, quiet).error == "nan"
     assert run_once(find_config("gpt2-c256"), folder, quiet).error == "nan"  # read, not repeated
+
+
+@pytest.mark.parametrize("moment", ["before its first checkpoint was whole", "behind its last validation"])
+def test_a_run_killed_at_any_moment_goes_on(tmp_path: Path, moment: str) -> None:
+    text, folder, quiet = tmp_path / "words.txt", tmp_path / "run", Console(quiet=True)
+    text.write_text("the cat sat on the mat " * 100)
+    settings = {"data": str(text), "steps": 4, "eval_interval": 2, "batch": 2, "window": {"context": 8}, "lanes": 1}
+    asked = override(find_config("gpt2-c256+layers=1+width=16+heads=2"), {**settings, "device": "cpu"})
+    config = resolve(asked, load_dataset(str(text)))
+    if moment == "before its first checkpoint was whole":
+        (folder / "last" / "partial").mkdir(parents=True)
+    else:
+        train(dataclasses.replace(config, out=str(folder)), console=quiet)
+    assert [point.step for point in run_once(config, folder, quiet).points] == [2, 4]
 
 
 def test_a_file_is_whole_or_told(tmp_path: Path) -> None:

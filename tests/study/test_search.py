@@ -263,7 +263,9 @@ def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pyte
             return False
 
     attempt = module._Attempt(plan, tmp_path, this_machine(base), Told())  # type: ignore[arg-type]
-    point = module.Point(at=1.0, seconds=1.0, steps=1, samples=1, tokens=1, train_loss=1.0, val_loss=1.0, setup_s=0.0)
+    point = module.Point(
+        at=1.0, seconds=1.0, steps=1, samples=1, tokens=1, train_loss=1.0, val_loss=1.0, setup_s=0.0, checkpoint="0"
+    )
     ended = [attempt._judge(point, tmp_path) for _ in range(4)]
     assert ended == [False, False, False, True]
     assert said == [-0.95, -0.5, -0.95]

@@ -9,9 +9,12 @@ import torch
 from rich.console import Console
 
 from ridgeline import checkpoint
+from ridgeline.data.api import load_dataset
+from ridgeline.engine import Replicas
 from ridgeline.errors import CheckpointError, ConfigError, DataError, UnsupportedError
-from ridgeline.train import DivergedError, resume, train
+from ridgeline.train import DivergedError, loop, resume, train
 from ridgeline.train.metrics import read_metrics
+from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import from_dict, override, read_toml
 from ridgeline.train.step import TorchStep
 
@@ -182,6 +185,25 @@ def test_init_from_another_model_is_refused_before_a_folder_is_made(config, chan
     with pytest.raises(CheckpointError, match=r"another model: decoder.width expected 32, got 16"):
         train(wider, init_from="run")
     assert not (tmp_path / "wide").exists()
+
+
+def test_processes_draw_masks_of_their_own_also_after_a_stop(config):
+    """Of PyTorch's own generator: with equal ones, all would drop the same elements of their samples."""
+
+    def first_numbers(rank, saved=None):
+        replicas, data = Replicas(), load_dataset(config.data)
+        replicas.rank, replicas.world = rank, 4
+        run = loop._Run(resolve(config, data), data, replicas, Console(file=io.StringIO()))
+        if saved is not None:
+            run.restore(saved)
+        return tuple(torch.rand(4).tolist())
+
+    for step in (5, 8):
+        _stopped_at(config, f"stop{step}", step)
+    stops = [checkpoint.load(f"stop{step}/last") for step in (5, 8)]
+    drawn = [first_numbers(rank, saved) for saved in (None, *stops) for rank in (0, 1, 2)]
+    assert len(set(drawn)) == len(drawn)
+    assert first_numbers(1) == drawn[1]
 
 
 def test_resume_refuses_another_config_and_takes_another_length(config, change):

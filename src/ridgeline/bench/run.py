@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -47,21 +47,25 @@ class _Bench:
     load: list[Clocks] = field(default_factory=list)
     results: list[ContenderResult] = field(default_factory=list)
 
-    def group(self, names: Sequence[str], number: int) -> list[str]:
-        """Measures one group; returns the contenders that found no memory or time and may run in another."""
+    def group(self, names: Sequence[str], number: int, keep: Callable[[], None]) -> list[str]:
+        """Measures one group; returns the contenders that found no memory or time and may run in another.
+
+        Args:
+            names: its contenders.
+            number: of the group.
+            keep: called when all are timed and again when all were looked into, with `results` up to date.
+        """
         teams: list[Team] = []
         try:
             late = self._start(names, teams)
             self._turns([team for team in teams if not team.error])
-            self._look_inside(teams)
-            crowded = []
-            for team in teams:
-                if team.out_of_memory and len(teams) > 1 and team.name not in ANCHORS:
-                    crowded.append(team.name)
-                else:
-                    own = self.gpus if self.several else None
-                    self.results.append(replace(self._result(team, number), gpus=own))
-            return [*crowded, *late]
+            crowded = [t for t in teams if t.out_of_memory and len(teams) > 1 and t.name not in ANCHORS]
+            measured, before = [team for team in teams if team not in crowded], self.results
+            for look in (lambda: None, lambda: self._look_inside(measured)):
+                look()
+                self.results = before + [self._result(team, number) for team in measured]
+                keep()
+            return [*(team.name for team in crowded), *late]
         finally:
             for team in teams:
                 team.close()
@@ -149,17 +153,19 @@ class _Bench:
         return step_utilisation(cost, seconds, spec, precision, gpus=self.gpus), floor_s / seconds
 
     def _result(self, team: Team, group: int) -> ContenderResult:
+        own = self.gpus if self.several else None
         if team.error or not team.times_ms:
-            return ContenderResult(name=team.name, group=group, error=team.error or "no step was timed")
+            return ContenderResult(name=team.name, group=group, gpus=own, error=team.error or "no step was timed")
         timing = summarise(team.times_ms)
         try:
             shares = self._shares(timing.median_ms / 1e3)
         except ConfigError as error:
-            return ContenderResult(name=team.name, group=group, error=str(error))
+            return ContenderResult(name=team.name, group=group, gpus=own, error=str(error))
         used, floor_share = shares or (None, None)
         return ContenderResult(
             name=team.name,
             group=group,
+            gpus=own,
             tokens_per_s=self.gpus * self.case.tokens / timing.median_ms * 1e3,
             windows_per_s=self.gpus * self.case.batch / timing.median_ms * 1e3,
             step_ms=timing.median_ms,
@@ -216,7 +222,7 @@ def run_bench(
         plan: how long; None for the usual one of the device.
         gpus: numbers of cards, or on the CPU processes, that train together; results say theirs if there are several.
         onto: a record of the same workload in the same circumstances, whose groups come first.
-        keep: called with the record so far after each group, so that none is lost.
+        keep: called with the record so far when a group is timed and when it was looked into, so that nothing is lost.
         say: called with what goes on.
 
     Raises:
@@ -235,24 +241,25 @@ def run_bench(
     if onto is not None:
         _check_alike(onto, blank)
         bench.results += onto.contenders
-    record = blank
+
+    def so_far() -> Record:
+        return replace(blank, clocks=_clocks(onto, before, bench.load, watch), contenders=list(bench.results))
+
     for number in gpus:
         bench.gpus = number
-        for _ in _groups(bench, names):
-            record = replace(blank, clocks=_clocks(onto, before, bench.load, watch), contenders=list(bench.results))
-            keep(record)
-    return record
+        _groups(bench, names, lambda: keep(so_far()))
+    return so_far()
 
 
-def _groups(bench: _Bench, names: Sequence[str]) -> Iterator[None]:
-    """Measures all contenders on as many cards as `bench` has now, and pauses after each group."""
+def _groups(bench: _Bench, names: Sequence[str], keep: Callable[[], None]) -> None:
+    """Measures all contenders on as many cards as `bench` has now, in as many groups as it takes."""
     anchors = [name for name in ANCHORS if name in names]
     others = [name for name in names if name not in anchors]
     groups = [[*anchors, *others]]  # anchors first, while there is memory
     number = 1 + max((result.group for result in bench.results), default=-1)
     while groups:
         members = groups.pop(0)
-        crowded = bench.group(members, number)
+        crowded = bench.group(members, number, keep)
         number += 1
         if crowded and len(crowded) < len(members) - len(anchors):
             groups.append([*anchors, *crowded])
@@ -260,7 +267,6 @@ def _groups(bench: _Bench, names: Sequence[str]) -> Iterator[None]:
             groups += [[*anchors, name] for name in crowded]
         elif crowded:
             groups.append(crowded)
-        yield
 
 
 def _clocks(onto: Record | None, before: Clocks | None, load: list[Clocks], watch: Monitor | None) -> dict | None:

@@ -97,7 +97,7 @@ class Options:
 def run(arguments: Sequence[str]) -> int:
     """Compare and print."""
     options = parse(Options, arguments, "study compare")
-    plan = _plan(options)
+    plan = plan_of(options)
     said = Console(stderr=True)
     try:
         result = compare(plan, options.out, said, options.processes)
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _plan(options: Options) -> Plan:
+def plan_of(options: Options) -> Plan:
     """The comparison that the options ask for; what cannot be is told before anything is trained."""
     names = list(options.contenders)
     if options.each_change:

@@ -42,7 +42,8 @@ class Options:
     behind either stand changes, as in hal-5m+batch=256:best. Contenders train one after another, or one a card. The
     clock counts training alone: compilation, validation and checkpoints do not count and are reported apart. Games are
     played when all training has ended, in processes of their own. Called again with the same arguments, and --out, it
-    goes on where it was stopped.
+    goes on where it was stopped; with other contenders, these join the race. A copy of the folder goes on elsewhere, on
+    the same kind of card; a contender that is trained and played needs no checkpoints there.
 
     With --json the last line is {"folder", "record", "contenders", "crossings", "failures"}: for each contender what
     it was at each time ("at", "seconds", "steps", "samples", "tokens", losses, "wins", "ko", "margin", "dealt",
@@ -59,8 +60,8 @@ class Options:
         data: games to train on.
         device: where to train: cpu, cuda, cuda:N or auto.
         precision: of training; auto for bf16 where a card has it, else fp32.
-        gpus: cards over which the contenders are spread; those on different cards train at the same time.
-        play_device: where the policies compute at play: cpu, cuda, cuda:N, or auto for where each was trained.
+        gpus: cards over which contenders and games are spread; contenders on different cards train at the same time.
+        play_device: where the policies compute at play: cpu, cuda, cuda:N, or auto for the cards of the training.
         cache: what they keep between decisions; see `ridgeline play --help`.
         processes: that play at a time; without it one a core.
         first_seed: of the games; seeds below 10,000 may be those of demonstrations.
@@ -143,7 +144,14 @@ def _plan(options: Options) -> Race:
         cache=options.cache,
     )
     grid = grid_until(60 * options.minutes, options.grid)
-    return Race(contenders=racers, grid=grid, games=games, data=data.name, fingerprint=data.fingerprint)
+    return Race(
+        contenders=racers,
+        grid=grid,
+        games=games,
+        data=data.name,
+        fingerprint=data.fingerprint,
+        gpus=options.gpus,
+    )
 
 
 def _free(parent: Path) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,7 +112,9 @@ def evaluate(
     check_level(load().game, level)  # loaded here as well, so that a mistake is told at once
     ledger = None if keep is None else Ledger(Path(keep))
     key: Mapping[str, Any] = (
-        {} if callable(source) else {"checkpoint": _digest(source), "temperature": temperature, "cache": cache}
+        {}
+        if callable(source)
+        else {"checkpoint": checkpoint.digest(checkpoint.find(source)), "temperature": temperature, "cache": cache}
     )
     begun = time.monotonic()
     results: list[GameResult] = []
@@ -207,12 +208,6 @@ def play_jobs(
 
 def _name(job: Job) -> str:
     return f"the games of seeds {job.seeds[0]} to {job.seeds[-1]}{job.name and f' of {job.name}'}"
-
-
-def _digest(source: str | Path) -> str:
-    """Checksum of a checkpoint's tensors."""
-    folder = checkpoint.find(source)
-    return str(json.loads((folder / checkpoint.HEADER).read_text(encoding="utf-8"))["tensors"]["sha256"])
 
 
 def _play(job: Job) -> Iterator[list[GameResult]]:

@@ -19,6 +19,7 @@ from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles, played, studied
 from ridgeline.report.page import circumstances
+from ridgeline.report.scaling import scaling
 from ridgeline.report.sections import base_of, bench_sections, overview_section, rungs_of, timed
 from ridgeline.report.svg import write_png
 from ridgeline.report.sweeps import sweeps
@@ -240,6 +241,7 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "singles": singles,
     "windows": windows,
     "contexts": contexts,
+    "scaling": scaling,
     "long-windows": studied.long_windows,
 }
 OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that are no benchmarks

@@ -15,7 +15,7 @@ BY_HEART = "by heart"  # in the name of the workload
 
 
 def races(records: Sequence[Record]) -> list[Record]:
-    """Of the races on cards the newest in each setting of the games: the one with the most contenders first.
+    """Of the races on cards the newest of each length and setting of the games: the longest first, then the largest.
 
     Args:
         records: newest first.
@@ -24,8 +24,13 @@ def races(records: Sequence[Record]) -> list[Record]:
     for record in records:
         if record.kind == "race" and record.gpus:
             games = setting_of(record)["games"]
-            found.setdefault((record.card, games["level"], games["cache"]), record)
-    return sorted(found.values(), key=lambda record: -len(record.contenders))
+            found.setdefault((record.card, _length(record), games["level"], games["cache"]), record)
+    return sorted(found.values(), key=lambda record: (-_length(record), -len(record.contenders)))
+
+
+def _length(record: Record) -> float:
+    """Seconds that each contender of a race trained."""
+    return float(setting_of(record)["grid"][-1])
 
 
 def title(record: Record) -> str | None:
@@ -34,7 +39,7 @@ def title(record: Record) -> str | None:
         return None
     setting = setting_of(record)
     games = setting["games"]
-    return f"{setting['data']}, {setting['grid'][-1]:g} s of training, level {games['level']}, cache {games['cache']}"
+    return f"{setting['data']}, {_length(record):g} s of training, level {games['level']}, cache {games['cache']}"
 
 
 def race(records: Sequence[Record]) -> str:
@@ -48,7 +53,7 @@ def _where(record: Record) -> str:
     return (
         f"{games['count']} games at level {games['level']}, `--cache {games['cache']}`, seeds from "
         f"{games['first_seed']:,}; {record.workload.name if record.workload else setting['data']} data, "
-        f"{setting['grid'][-1]:g} s of training, {cards} ({record.card}), {record.date[:10]}:"
+        f"{_length(record):g} s of training, {cards} ({record.card}), {record.date[:10]}:"
     )
 
 
@@ -74,7 +79,7 @@ def _standings(record: Record) -> str:
 
 
 def crossings(records: Sequence[Record]) -> str:
-    """From when on who is strong enough, in the race of the most contenders."""
+    """From when on who is strong enough, in the first of the races."""
     found = races(records)
     rows = [
         [
@@ -89,7 +94,7 @@ def crossings(records: Sequence[Record]) -> str:
 
 
 def race_section(records: Sequence[Record]) -> Section | None:
-    """The picture of the race of the most contenders: margins over time."""
+    """The picture of the first of the races: margins over time."""
     found = races(records)
     sections = curve_sections(found[0], 0) if found else ()
     return next((section for section in sections if section.key.startswith("margin")), None)

@@ -13,16 +13,27 @@ from ridgeline.records import WorkloadInfo
 from ridgeline.train.config import TrainConfig
 
 
-def circumstances(config: TrainConfig) -> dict[str, Any]:
-    """Date, revision, card, versions and workload of a Record; `config` has device and precision decided."""
+def card(config: TrainConfig) -> str:
+    """Name of what a config with a decided device computes on; all CPUs are one."""
     device = torch.device(config.device)
-    cuda = device.type == "cuda"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def machine(config: TrainConfig) -> dict[str, Any]:
+    """Date, revision, card and versions of what a config with a decided device runs on."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": git_revision(),
-        "card": torch.cuda.get_device_name(device) if cuda else "CPU",
-        "gpus": 1 if cuda else 0,
-        "versions": versions(monitor(device)),
+        "card": card(config),
+        "versions": versions(monitor(torch.device(config.device))),
+    }
+
+
+def circumstances(config: TrainConfig) -> dict[str, Any]:
+    """Date, revision, card, versions and workload of a Record; `config` has device and precision decided."""
+    return {
+        **machine(config),
+        "gpus": 1 if torch.device(config.device).type == "cuda" else 0,
         "workload": WorkloadInfo(
             name=config.data, batch=config.batch, context=config.window.context, precision=config.precision
         ),

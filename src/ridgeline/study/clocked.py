@@ -11,7 +11,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from ridgeline.errors import DivergedError, RidgelineError, enough_memory
 from ridgeline.models.reader import read
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.optim import learning_rate
+from ridgeline.study.circumstances import machine
 from ridgeline.study.contenders import device_of
 from ridgeline.study.folder import claimed, write_whole
 from ridgeline.train import state
@@ -37,6 +38,7 @@ from ridgeline.train.settings import from_dict
 from ridgeline.train.validate import validate
 
 POINTS = "points.jsonl"
+MACHINES = "machines.jsonl"
 FAILURE = "failure.txt"
 AHEAD = 4  # steps that the host may be ahead of the card
 LOOK_SECONDS = 2.0  # between looks at the loss
@@ -58,6 +60,7 @@ class Point:
         train_loss: of the last step, nats; None before the first.
         val_loss: over the held-out games, nats.
         setup_s: seconds until the first step could be taken: imports not counted, compilation and capture counted.
+        checkpoint: checksum of the checkpoint's tensors.
     """
 
     at: float
@@ -68,6 +71,7 @@ class Point:
     train_loss: float | None
     val_loss: float
     setup_s: float
+    checkpoint: str
 
 
 class Task(NamedTuple):
@@ -110,6 +114,7 @@ def train_on_clock(task: Task, ready: Callable[[], object] = lambda: None) -> Ge
             state.write_config(folder, run.config)
             yield run.leave(0.0)
         run.prepare(folder / checkpoint_name(done[-1].at if done else 0.0))
+        _append(folder / MACHINES, json.dumps({"from": round(run.progress.seconds, 3), **machine(run.config)}))
         ready()
         try:
             for at in task.grid[len(done) or 1 :]:
@@ -140,18 +145,41 @@ def read_points(folder: Path) -> list[Point]:
         RidgelineError: the file is damaged.
     """
     file = folder / POINTS
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     try:
-        return [read(Point, json.loads(line)) for line in lines if line.endswith("\n")]
+        return [read(Point, values) for values in _lines(file)]
     except (ValueError, AttributeError) as error:
         raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
 
 
+def read_machines(folder: Path) -> list[dict[str, Any]]:
+    """Where a contender was trained: a line each time that its training began or went on.
+
+    Each has "from", the seconds of training before it, and what `ridgeline.study.circumstances.machine` says.
+
+    Raises:
+        RidgelineError: the file is damaged.
+    """
+    file = folder / MACHINES
+    try:
+        found = list(_lines(file))
+        if not all(isinstance(line, dict) and isinstance(line.get("card"), str) for line in found):
+            raise ValueError("a line names no card")
+    except ValueError as error:
+        raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
+    return found
+
+
+def _lines(file: Path) -> Iterator[Any]:
+    """What the whole lines of a file say; none where there is no file."""
+    if file.exists():
+        for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
 def _append(file: Path, line: str) -> None:
     """Add a line behind the last whole one: what an interruption left of another is written over."""
-    with file.open("ab+") as stream:
+    with writing(file.parent), file.open("ab+") as stream:
         stream.seek(0)
         stream.truncate(stream.read().rfind(b"\n") + 1)
         stream.write(line.encode() + b"\n")
@@ -240,9 +268,9 @@ class _Clocked:
             train_loss=progress.train_loss,
             val_loss=progress.val_loss,
             setup_s=round(self.setup_s, 2),
+            checkpoint=checkpoint.digest(path),
         )
-        with writing(self.folder):
-            _append(self.folder / POINTS, json.dumps(asdict(point)))
+        _append(self.folder / POINTS, json.dumps(asdict(point)))
         return point
 
     def _wait(self) -> None:

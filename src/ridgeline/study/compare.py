@@ -174,7 +174,7 @@ def compare(plan: Plan, folder: Path, console: Console, processes: int = 1) -> C
                 name=name,
                 parameters=parameters(config.model),
                 **found._asdict(),
-                pace=pace_of(config, _home(folder, name) / PACE),
+                pace=pace_of(config, pace_file(folder, name)),
             )
             for (name, config), found in zip(plan.configs.items(), trained, strict=True)
         )
@@ -290,6 +290,11 @@ def _describe(plan: Plan) -> dict[str, Any]:
 
 def _home(folder: Path, name: str) -> Path:
     return folder / "runs" / name.replace("/", "_")
+
+
+def pace_file(folder: Path, name: str) -> Path:
+    """Where the pace of a contender is kept in a comparison's folder."""
+    return _home(folder, name) / PACE
 
 
 def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Console, live: Console) -> _Found:

@@ -94,8 +94,10 @@ def make_record(race: Race, outcome: Outcome) -> Record:
             curves += [_knockouts(name, path), _margin(name, path)]
         curves.append({"figure": "race", "name": name, "points": [standing.to_json() for standing in path]})
     curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
-    curves.append({"figure": "setting", "name": "setting", **race.to_json(), "games_while": "training had ended"})
+    setting = {**race.to_json(), "machines": outcome.machines, "games_while": "training had ended"}
+    curves.append({"figure": "setting", "name": "setting", **setting})
     around = circumstances(config)
+    around["card"] = next((line["card"] for lines in outcome.machines.values() for line in lines), around["card"])
     if around["gpus"]:
         around["gpus"] = len({contender.config.device for contender in race.contenders})
     around["workload"] = replace(around["workload"], name=race.data)

@@ -51,9 +51,14 @@ def pace_of(config: TrainConfig, file: Path) -> Pace:
     stages = stages_of(config)
     kept = _read(file)
     if kept is None or len(kept) != len(stages):
-        kept = _measure(config)
-        write_whole(file, json.dumps({"step_s": kept}))
+        kept = Stopwatch(config).time()
+        keep_pace(kept, file)
     return Pace(tuple((stage.end, step_s) for stage, step_s in zip(stages, kept, strict=True)))
+
+
+def keep_pace(step_s: list[float], file: Path) -> None:
+    """Write the seconds of a step of each stage to where `pace_of` looks for them."""
+    write_whole(file, json.dumps({"step_s": step_s}))
 
 
 def _read(file: Path) -> list[float] | None:
@@ -63,24 +68,33 @@ def _read(file: Path) -> list[float] | None:
         return None  # not there, or damaged: it is only a measurement, and is made again
 
 
-def _measure(config: TrainConfig) -> list[float]:
-    device = device_of(config)
-    step = make_step(build_model(config), config)
-    course = Course(config, load_dataset(config.data))
-    course.settle(config, step, 0)
+class Stopwatch:
+    """A run's steps, ready to be timed; to make ready takes longer than to time.
 
-    def learn() -> None:
-        if course.resident is not None and isinstance(step, TrainStep):
-            step(course.resident)
+    Args:
+        config: the run, with device, precision and engine decided.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._device = device_of(config)
+        self._step = make_step(build_model(config), config)
+        self._course = Course(config, load_dataset(config.data))
+        self._course.settle(config, self._step, 0)
+
+    def time(self) -> list[float]:
+        """Median seconds of a step of each stage; once."""
+        found, begins = [], 0
+        for stage in self._course.stages:
+            self._course.enter(begins)
+            warm_up(self._learn, self._device, limit_s=WARM_SECONDS)
+            first = statistics.median(time_steps(self._learn, LEAST_STEPS, self._device))
+            count = max(LEAST_STEPS, int(1e3 * TURN_SECONDS / first))
+            found.append(statistics.median(time_steps(self._learn, count, self._device)) / 1e3)
+            begins = stage.end
+        return found
+
+    def _learn(self) -> None:
+        if self._course.resident is not None and isinstance(self._step, TrainStep):
+            self._step(self._course.resident)
         else:
-            step(course.batches.next())
-
-    found, begins = [], 0
-    for stage in course.stages:
-        course.enter(begins)
-        warm_up(learn, device, limit_s=WARM_SECONDS)
-        first = statistics.median(time_steps(learn, LEAST_STEPS, device))
-        count = max(LEAST_STEPS, int(1e3 * TURN_SECONDS / first))
-        found.append(statistics.median(time_steps(learn, count, device)) / 1e3)
-        begins = stage.end
-    return found
+            self._step(self._course.batches.next())

@@ -6,13 +6,16 @@ processes that have the machine to themselves. So no game ever slows a training 
 
     RACE/race.json               what is raced
     RACE/CONTENDER/config.toml   see ridgeline.train.state
+    RACE/CONTENDER/machines.jsonl  a line each time its training began or went on: where
     RACE/CONTENDER/points.jsonl  a line a checkpoint
     RACE/CONTENDER/at-…s         the checkpoints
     RACE/CONTENDER/failure.txt   why its training ended before its time, if it did
     RACE/games.jsonl             a line a game
     RACE/record.json             the record for a report, at the end
 
-Called again with the same arguments, it goes on after the last checkpoint and the last group of games.
+Called again with the same arguments, it goes on after the last checkpoint and the last game; called with others, these
+join the race. All of it may happen on several machines with the same kind of card, for the folder can be carried: the
+checkpoints, which are large, only of a contender that has still to train (its last) or to play (those of the games).
 """
 
 from __future__ import annotations
@@ -30,14 +33,23 @@ from ridgeline.games.parallel import run_parallel
 from ridgeline.play import GameResult, load_player
 from ridgeline.play.evaluate import Job, groups, play_jobs
 from ridgeline.play.ledger import Ledger
-from ridgeline.study.clocked import Point, Task, checkpoint_name, read_failure, read_points, train_on_clock
+from ridgeline.study.circumstances import card
+from ridgeline.study.clocked import (
+    Point,
+    Task,
+    checkpoint_name,
+    read_failure,
+    read_machines,
+    read_points,
+    train_on_clock,
+)
 from ridgeline.study.folder import claimed, is_foreign, write_whole
-from ridgeline.study.racers import Contender
+from ridgeline.study.racers import Contender, folder_of
 from ridgeline.train.config import AUTO
 from ridgeline.train.guards import writing
 from ridgeline.train.settings import to_dict
 
-FORMAT = 1
+FORMAT = 2
 RACE, GAMES = "race.json", "games.jsonl"
 SETUP_SECONDS = 900.0  # that a training process may be silent: it compiles, and other contenders may do so beside it
 
@@ -51,7 +63,7 @@ class Games:
         level: strength of the opponent.
         temperature: 1 samples from the policy, 0 takes the most likely class of each head.
         first_seed: of the games; all checkpoints play the same.
-        device: where the policies compute at play; "auto" for where each was trained.
+        device: where the policies compute at play; "auto" for where each was trained, or on all of the race's cards.
         cache: what they keep between decisions; see ridgeline.play.player.Player.
     """
 
@@ -73,6 +85,7 @@ class Race:
         games: what each plays at each of them but the first.
         data: name of the data.
         fingerprint: of the data.
+        gpus: cards over which contenders and games are spread.
     """
 
     contenders: tuple[Contender, ...]
@@ -80,11 +93,12 @@ class Race:
     games: Games
     data: str
     fingerprint: str
+    gpus: int = 1
 
     def to_json(self) -> dict[str, Any]:
-        """What `race.json` holds: nothing of where the data lies, so that a race can go on on another machine."""
+        """What `race.json` holds: nothing of where data and cards are, so that a race can go on on another machine."""
         settings = {contender.name: to_dict(contender.config) for contender in self.contenders}
-        places = ("data", "out")
+        places = ("data", "out", "device")
         return {
             "format": FORMAT,
             "contenders": {
@@ -108,9 +122,10 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a race came to: by contender its points, and why it ended early if it did; and all games."""
+    """What a race came to: by contender points, where it was trained, why it ended early if it did; and all games."""
 
     points: dict[str, list[Point]]
+    machines: dict[str, list[dict[str, Any]]]
     failures: dict[str, str]
     games: list[Played]
 
@@ -129,28 +144,35 @@ class Watcher:
 
 
 def open_race(race: Race, folder: Path) -> None:
-    """Make the folder of a race, or find the same race in it.
+    """Make the folder of a race, or find the same race in it, which contenders may join.
 
     Raises:
         ConfigError: the folder holds something else, or another race: says in what it differs.
     """
-    file = folder / RACE
+    file, wanted = folder / RACE, race.to_json()
     if file.exists():
         try:
             before = json.loads(file.read_text(encoding="utf-8"))
-            if not isinstance(before, dict) or "contenders" not in before:
+            if not isinstance(before, dict) or not isinstance(before.get("contenders"), dict):
                 raise ValueError("it names no contenders")
         except ValueError as error:
             raise ConfigError(f"{file} is damaged ({error}); choose another --out") from error
-        other = checkpoint.differences(before, race.to_json())
+        wanted["contenders"] = {**before["contenders"], **wanted["contenders"]}
+        same = {name: wanted["contenders"][name] for name in before["contenders"]}
+        other = checkpoint.differences(before, {**wanted, "contenders": same})
         if other:
             raise ConfigError(f"{folder} holds another race ({other}); choose another --out, or ask for the same race")
-        return
-    if is_foreign(folder):
+        taken = {folder_of(name): name for name in before["contenders"]}
+        for contender in race.contenders:
+            if taken.get(contender.folder, contender.name) != contender.name:
+                raise ConfigError(f"{taken[contender.folder]} has the folder of {contender.name}; choose another --out")
+        if wanted == before:
+            return
+    elif is_foreign(folder):
         raise ConfigError(f"{folder} exists and holds no race; choose another --out")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(race.to_json(), indent=1))
+    write_whole(file, json.dumps(wanted, indent=1))
 
 
 def run_race(
@@ -173,28 +195,75 @@ def run_race(
         watcher: whom to tell how it goes.
 
     Raises:
-        ConfigError: another process runs this race.
+        ConfigError: another process runs this race, a checkpoint is missing that is needed to go on, or the race was
+            begun on another kind of card.
         WorkerError: a process died or hung, or a game did not end; what was finished is kept.
         RidgelineError: a contender cannot be trained or cannot play.
     """
     watcher = watcher or Watcher()
     with claimed(folder):
+        _check_folder(race, folder)
         for name, point in _train(race, folder, threads):
             watcher.trained(name, point)
-        points = {contender.name: read_points(folder / contender.folder) for contender in race.contenders}
-        failures = {c.name: reason for c in race.contenders if (reason := read_failure(folder / c.folder))}
         games = _play(race, folder, processes, timeout, watcher.played)
-    return Outcome(points=points, failures=failures, games=games)
+        places = {contender.name: folder / contender.folder for contender in race.contenders}
+    return Outcome(
+        points={name: read_points(place) for name, place in places.items()},
+        machines={name: read_machines(place) for name, place in places.items()},
+        failures={name: reason for name, place in places.items() if (reason := read_failure(place))},
+        games=games,
+    )
+
+
+def _check_folder(race: Race, folder: Path) -> None:
+    """Tell before any training that what is wanted cannot go on from what the folder holds."""
+    ledger = Ledger(folder / GAMES)
+    for contender in race.contenders:
+        place = folder / contender.folder
+        points = {point.at: point for point in read_points(place)}
+        cure = f"bring it here, or delete {place} to train {contender.name} anew"
+        if points and _unfinished(race, folder, contender):
+            last = list(points.values())[-1]
+            _check_checkpoint(place, last, f"the training of {contender.name} goes on from", cure)
+        for job in _jobs(race, folder, contender):
+            if len(ledger.find(job.key, job.level, job.seeds)) < len(job.seeds):
+                _check_checkpoint(
+                    place, points[job.key["at"]], f"{job.name} has games left to play, for which it needs", cure
+                )
+    cards: dict[str, str] = {}
+    for contender in race.contenders:
+        for line in read_machines(folder / contender.folder):
+            cards.setdefault(line["card"], contender.name)
+        if _unfinished(race, folder, contender):
+            cards.setdefault(card(contender.config), contender.name)
+    if len(cards) > 1:
+        told = ", ".join(f"{name} on {one}" for one, name in cards.items())
+        raise ConfigError(
+            f"seconds of one card are not those of another ({told}); let all of a race train on one kind of card, or "
+            "choose another --out"
+        )
+
+
+def _check_checkpoint(place: Path, point: Point, why: str, cure: str) -> None:
+    """Refuse to go on without the checkpoint of a point."""
+    path = place / checkpoint_name(point.at)
+    if not (path / checkpoint.HEADER).exists():
+        raise ConfigError(f"{why} the checkpoint {path}, which is not there; {cure}")
+    if checkpoint.digest(path) != point.checkpoint:
+        raise ConfigError(f"{why} the checkpoint {path}, but what lies there is another one; {cure}")
+
+
+def _unfinished(race: Race, folder: Path, contender: Contender) -> bool:
+    """Whether a contender has still to train."""
+    place = folder / contender.folder
+    return len(read_points(place)) < len(race.grid) and read_failure(place) is None
 
 
 def _train(race: Race, folder: Path, threads: int) -> Iterator[tuple[str, Point]]:
     """The points as they are reached, those of earlier calls first."""
-    waiting = []
     for contender in race.contenders:
-        done = read_points(folder / contender.folder)
-        yield from ((contender.name, point) for point in done)
-        if len(done) < len(race.grid) and read_failure(folder / contender.folder) is None:
-            waiting.append(contender)
+        yield from ((contender.name, point) for point in read_points(folder / contender.folder))
+    waiting = [contender for contender in race.contenders if _unfinished(race, folder, contender)]
     for side_by_side in _rounds(waiting):
         tasks = [Task(to_dict(c.config), str(folder / c.folder), race.grid, threads) for c in side_by_side]
         names = [f"the training of {contender.name}" for contender in side_by_side]
@@ -218,21 +287,26 @@ def _play(
     race: Race, folder: Path, processes: int, timeout: float, report: Callable[[int, int], object]
 ) -> list[Played]:
     """All games; those that an earlier call finished are taken from the file."""
-    wanted, played, jobs = race.games, [], []
-    for contender in race.contenders:
-        reached = read_points(folder / contender.folder)
-        for at in race.grid[1 : len(reached)]:  # untrained, a policy presses buttons at random
-            path = folder / contender.folder / checkpoint_name(at)
-            device = contender.config.device if wanted.device == AUTO else wanted.device
-            load, key = partial(load_player, path, device, wanted.cache), {"contender": contender.name, "at": at}
-            name = f"{contender.name} at {at:g} s"
-            jobs += [
-                Job(load, seeds, wanted.level, wanted.temperature, key, name)
-                for seeds in groups(wanted.count, wanted.first_seed)
-            ]
+    jobs = [job for contender in race.contenders for job in _jobs(race, folder, contender)]
+    played = []
     total = sum(len(job.seeds) for job in jobs)
     report(0, total)
     for index, result in play_jobs(jobs, processes=processes, timeout=timeout, ledger=Ledger(folder / GAMES)):
         played.append(Played(jobs[index].key["contender"], jobs[index].key["at"], result))
         report(len(played), total)
     return sorted(played, key=lambda game: (game.contender, game.at, game.result.seed))
+
+
+def _jobs(race: Race, folder: Path, contender: Contender) -> Iterator[Job]:
+    """The games of a contender's points."""
+    wanted, place = race.games, folder / contender.folder
+    own = contender.config.device if wanted.device == AUTO else wanted.device
+    spread = wanted.device == AUTO and race.gpus > 1
+    for point in read_points(place)[1:]:  # untrained, a policy presses buttons at random
+        # the checkpoint's checksum, so that games of an earlier training are not taken for those of this one
+        key = {"contender": contender.name, "at": point.at, "checkpoint": point.checkpoint}
+        name = f"{contender.name} at {point.at:g} s"
+        for number, seeds in enumerate(groups(wanted.count, wanted.first_seed)):
+            device = f"cuda:{number % race.gpus}" if spread else own
+            load = partial(load_player, place / checkpoint_name(point.at), device, wanted.cache)
+            yield Job(load, seeds, wanted.level, wanted.temperature, key, name)

@@ -33,6 +33,11 @@ class Contender:
     config: TrainConfig
 
 
+def folder_of(word: str) -> str:
+    """Name of a contender's folder, by what the user wrote."""
+    return word.replace(":", "-").replace("/", "-").replace("\\", "-").lstrip(".-")
+
+
 def find_racers(
     words: Sequence[str], data: TextData | GameData, settings: dict[str, Any], gpus: int = 1
 ) -> tuple[Contender, ...]:
@@ -62,8 +67,7 @@ def find_racers(
         if len(rest) == 2:
             own["seed"] = int(rest[1])
         config = resolve(override(find_config(name), {**settings, **own}), data)
-        folder = word.replace(":", "-").replace("/", "-").replace("\\", "-").lstrip(".-")
-        found.append(Contender(name=word, folder=folder, config=config))
+        found.append(Contender(name=word, folder=folder_of(word), config=config))
     for place, contender in enumerate(found):
         if contender.folder in [other.folder for other in found[:place]]:
             raise ConfigError(f"{contender.name} takes part twice; give it another seed: {contender.name}:ENGINE:1")

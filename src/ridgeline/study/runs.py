@@ -11,9 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
+from ridgeline import checkpoint
 from ridgeline.errors import DivergedError, RidgelineError
 from ridgeline.study.folder import write_whole
 from ridgeline.train import TrainConfig, resume, train
+from ridgeline.train.metrics import FILE as METRICS
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.state import LAST
 
@@ -78,23 +80,31 @@ def run_once(config: TrainConfig, folder: Path, console: Console) -> Run:
         return _read(file)
     error = None
     try:
-        # a folder without a checkpoint was stopped before the first: it holds nothing to go on with
-        if (folder / LAST).exists():
-            result = resume(folder, console=console)
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
-            result = train(dataclasses.replace(config, out=str(folder)), console=console)
-        if result.interrupted:
-            raise StoppedError("stopped; the same command goes on from here")
+        _train(config, folder, console)
     except DivergedError as failure:  # that is a result; a full disk or too little memory is none
         error = str(failure)
     run = Run(_points(folder), error)
     if error is None and not run.points:
         raise RidgelineError(f"{folder} holds no validation; remove it and run again")
     write_whole(file, json.dumps(dataclasses.asdict(run)))
-    for checkpoint in (folder / LAST, folder / "best"):
-        shutil.rmtree(checkpoint, ignore_errors=True)
+    for weights in (folder / LAST, folder / "best"):
+        shutil.rmtree(weights, ignore_errors=True)
     return run
+
+
+def _train(config: TrainConfig, folder: Path, console: Console) -> None:
+    """Train a run to its end, from wherever it was stopped or killed."""
+    metrics = folder / METRICS
+    if metrics.exists() and any(point.step == config.total_steps for point in _points(folder)):
+        return  # killed between its last validation and its result
+    # a folder without a whole checkpoint was stopped before the first: it holds nothing to go on with
+    if (folder / LAST / checkpoint.HEADER).exists():
+        result = resume(folder, console=console)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+        result = train(dataclasses.replace(config, out=str(folder)), console=console)
+    if result.interrupted:
+        raise StoppedError("stopped; the same command goes on from here")
 
 
 def _points(folder: Path) -> tuple[Point, ...]:

@@ -31,15 +31,16 @@ class WeightGradients:
     """The gradients of a stack's weights, beside its backward pass, none of which waits for them.
 
     They may take a stream of their own (in a captured step a parallel branch), or be gathered until there are many, or
-    until `finish`, and launched as one group. Whatever they read is kept alive until then: memory freed on one stream
-    could be handed out again while the other still reads it.
+    until `finish`, and launched as one group; the sinks' owner waits for the last: what comes after the stack runs
+    beside it. Whatever they read is kept alive until then: memory freed on one stream could be handed out again while
+    the other still reads it.
 
     Attributes:
         deferred: what a call has been given may be read after the call, so nothing may be written over it.
     """
 
     def __init__(self, device: torch.device, choices: Choices) -> None:
-        self._grouped = choices.grouped
+        self._device, self._grouped = device, choices.grouped
         self.deferred = choices.grouped or choices.side_stream
         self._stream = None
         if choices.side_stream:
@@ -90,7 +91,9 @@ class WeightGradients:
             self._beside(self._deliver, weight, gradient)
 
     def finish(self) -> None:
-        """Launches what has been gathered; the current stream waits for everything."""
+        """Launches what has been gathered; the current stream waits for everything that is not in sinks alone."""
+        if self._grouped and self._taken and not self._results and self._device.type == "cuda":
+            self._leave()
         self._flush()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -99,6 +102,17 @@ class WeightGradients:
     def take(self, weight: Tensor | None) -> Tensor | None:
         """The gradient to hand to autograd: None where a sink has it. A weight that is used twice has it once."""
         return None if weight is None else self._results.pop(id(weight), None)
+
+    def _leave(self) -> None:
+        """Launches the group on a stream that nobody waits for here; the sinks know of it."""
+        stream = side_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            self._launch_group(self._group, self._sums, self._taken)
+        for sink in self._taken:
+            sink.beside(stream)
+        self._taken[0].beside(stream, self._group, self._sums)
+        self._group, self._sums, self._taken = [], [], []
 
     def _flush(self) -> None:
         if self._group or self._sums:

@@ -173,7 +173,7 @@ def rows_slopes(
     (N, C), norm = joined.r_NC.shape, join.norm
     small, out = _summed(join, grads), _slopes(run, torch.empty_like(joined.r_NC))
     partials_PW = joined.r_NC.new_empty(
-        rows.partial_rows(N, rows.choose(part, N, inner)), len(small) * C, dtype=torch.float32
+        rows.partial_rows(part, N, rows.choose(part, N, inner)), len(small) * C, dtype=torch.float32
     )
     gradient = rows.JoinGradient(
         run.config.norm, norm.weight_C, joined.r_NC, joined.mean_N, joined.rstd_N, dresidual_NC, out.dr_NC,

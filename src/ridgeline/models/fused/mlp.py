@@ -90,8 +90,7 @@ def _rows_backward(
     dz_NC, (N, F) = behind.dbranch_NC, hidden.a_NF.shape
     du_NF, partials_PF = torch.empty_like(hidden.a_NF), None
     if sums:
-        partial_rows = rows.inner_partial_rows(N, rows.choose("mlp_backward", N, F))
-        partials_PF = dz_NC.new_empty(partial_rows, F, dtype=torch.float32)
+        partials_PF = dz_NC.new_empty(rows.inner_partial_rows(N), F, dtype=torch.float32)
     gradient, before = rows_slopes(run, "mlp_backward", F, behind.dr_NC, middle, join, grads)
     rows.mlp_backward_raw(dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, du_NF, partials_PF, gradient)
     rows_sums(gradient, join, grads)

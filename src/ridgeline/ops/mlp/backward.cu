@@ -10,12 +10,13 @@
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of dz: [K block][64][64]
-constexpr int STAGING_BYTES = PANELS_BYTES > SUMS_BYTES ? PANELS_BYTES : SUMS_BYTES;  // du's, then the join's sums
+constexpr int STAGING_BYTES = panels_bytes(4);        // du's, then the join's sums
 constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 128 * 4 : 0;                              // a warpgroup's: [pair of warps][column]
 constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
 constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, VECTOR = DU_SUMS + 2 * DU_SUMS_BYTES;
 constexpr int BARRIERS = VECTOR + VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
+static_assert(STAGING_BYTES >= SUMS_BYTES, "the join's sums are taken where du was staged");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where dz was");
 
 RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, const JoinBackward& join, const uint4* kept,
@@ -61,10 +62,10 @@ RL_D uint4 load_kept(const uint4* source, int step, bool inside) {
   return inside ? load_stream(source + 128 * step) : uint4{0, 0, 0, 0};
 }
 
-// du = da · gelu'(u), as A fragments, and on its way to memory. `kept` holds the first four steps of what lies at `source`;
+// du = da · gelu'(u), as A fragments. `kept` holds the first four steps of what lies at `source`;
 // each makes way for the one four steps on. sums[i]: over the warp's rows, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
 RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[64], uint4 (&kept)[4], const uint4* source,
-                        bool inside, const Inner& p, int column, int row, u32 panels, const Place& me) {
+                        bool inside, const Place& me) {
   float sum[8];
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
@@ -76,7 +77,6 @@ RL_D void differentiate(u32 (&pairs)[8][4], float (&sums)[4], const float (&da)[
       d[2 * k] = da[8 * step + 2 * k] * half_low(slope[k]), d[2 * k + 1] = da[8 * step + 2 * k + 1] * half_high(slope[k]);
       pairs[step][k] = pack_pair(d[2 * k], d[2 * k + 1]);
     }
-    send_step(p.du, panels, step, pairs[step], column, row, me);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {  // rows l / 4 and l / 4 + 8
       sum[4 * (step % 2) + e] = d[e] + d[2 + e];
@@ -165,8 +165,8 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
       wgmma_wait<0>();
       wgmma_touch(da);
       release(ring, 1, me);
-      differentiate(du, sums, da, kept, source, row < join.rows, p, 128 * chunk, row + 16 * me.warp, staging,
-                    me);
+      differentiate(du, sums, da, kept, source, row < join.rows, me);
+      send(p.du, staging, du, 128 * chunk, row + 16 * me.warp, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(2 * tiles.tile + me.group) * p.inner + 128 * chunk, p.inner - 128 * chunk,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
@@ -193,17 +193,18 @@ RL_D void consume(const JoinBackward& join, const Inner& p, int first, int last,
     own_columns(v, me);
     if (me.lane == 0) store_wait_read<0>();
     named_barrier<128>(1 + me.group);  // the join's sums are taken where du was staged
-    join_backward(join, v, ahead, row + first_row(me), staging, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
+    join_backward(join, v, ahead, row + first_row(me), staging, 0, (2 * tiles.tile + me.group) * SPLIT + me.split, me);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     CLUSTER_DIMENSIONS
         mlp_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap up,
-                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums, const u16* r,
-                     const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr, u16* dbranch,
-                     float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site, u32 threshold,
-                     float scale, int rows_per_sample, int first_sample) {
+                     const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap du, const uint4* kept,
+                     float* du_sums,
+                     const u16* r, const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr, u16* dbranch,
+                     float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site,
+                     u32 threshold, float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
@@ -221,7 +222,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, {kept, &du, du_sums, inner, chunks}, first, last, smem, bar, me);
+    const Inner p{kept, &du, du_sums, inner, chunks};
+    consume(join, p, first, last, smem, bar, me);
   }
   sync_warp();
   if (me.group >= 0 && me.lane == 0) store_wait<0>();

@@ -11,7 +11,7 @@
 using namespace rl;
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // a warpgroup's rows of h: [K block][64][64]
-constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES, VECTORS = STAGING + 2 * PANELS_BYTES;
+constexpr int RING = 2 * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES, VECTORS = STAGING + 2 * panels_bytes(2);
 constexpr int BIAS = VECTORS + 3 * VECTOR_BYTES;
 static_assert(STAGES >= K_BLOCKS + 2 * HALVES, "a turn does not fit the ring");
 static_assert(SPLIT == 1 || ROWS_BYTES >= EXCHANGE_BYTES, "the exchange happens where h was");
@@ -92,7 +92,7 @@ struct Inner {  // where gelu'(u) and gelu(u) go
 RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int first, int last, u32 smem, Barriers bar,
                   const Place& me) {
   Ring ring(smem + RING, bar);
-  const u32 rows = smem + me.group * ROWS_BYTES, panels = smem + STAGING + me.group * PANELS_BYTES;
+  const u32 rows = smem + me.group * ROWS_BYTES, panels = smem + STAGING + me.group * panels_bytes(2);
   if (me.group == 1) end_turn(me);  // the first turn is warpgroup 0's
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const u32 phase = tiles.round & 1;
@@ -124,19 +124,19 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int fi
         send_step(p.a, panels, step, a[step], 128 * chunk, row + 16 * me.warp, me);
       }
     }
-    uint4 ahead[GROUPS];
+    Residual ahead;
     if (SPLIT == 2) {
       let_peer_send(bar, me);
     } else {
       if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
-      load_residual(ahead, join, row + first_row(me), me);
+      ahead.load(join, row + first_row(me), me);
     }
     begin_turn(me);
     multiply_down(z, a, ring, me);
     end_turn(me);
     float v[OWN_ROWS][LANE];
     if (SPLIT == 2) {
-      exchange(v, z, rows, bar, phase, me, [&] { load_residual(ahead, join, row + first_row(me), me); });
+      exchange(v, z, rows, bar, phase, me, [&] { ahead.load(join, row + first_row(me), me); });
       fence_async();
       sync_warp();
       if (me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     });
     wait_for_previous();
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
-                           Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
+                           Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample), 0};
     consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, first, last, smem, bar, me);
   }
 }

@@ -76,7 +76,7 @@ def _norm_gradient(
     N, C = r_NC.shape
     config = kernels.choose(part, N, F)
     shift = norm.bias_C is not None
-    partials_PW = r_NC.new_empty(kernels.partial_rows(N, config), (1 + shift) * C, dtype=torch.float32)
+    partials_PW = r_NC.new_empty(kernels.partial_rows(part, N, config), (1 + shift) * C, dtype=torch.float32)
     return JoinGradient(
         norm.kind, norm.weight_C, r_NC, mean_N, rstd_N, dresidual_NC, torch.empty_like(r_NC), None, partials_PW, shift,
         False, None,
@@ -120,8 +120,7 @@ class MlpHalf(torch.autograd.Function):
         total_NC, dz_NC, small = _join_backward(dr_NC, dh_NC, next_norm, saved[3:6], down_bias, ctx.masks)
         du_NF = torch.empty_like(a_NF)
         join = _norm_gradient(norm, saved[:3], total_NC, "mlp_backward", F)
-        rows = kernels.inner_partial_rows(N, kernels.choose("mlp_backward", N, F))
-        sums_PF = h_NC.new_empty(rows, F, dtype=torch.float32) if up_bias else None
+        sums_PF = h_NC.new_empty(kernels.inner_partial_rows(N), F, dtype=torch.float32) if up_bias else None
         kernels.mlp_backward_raw(dz_NC, up_FC, down_CF, kept, du_NF, sums_PF, join)
         dw_C, db_C = _split(_sums(join.partials_PW, h_NC.dtype), C, join.bias)
         dnext_w_C, dnext_b_C = small[0], small[1] if next_b_C is not None else None

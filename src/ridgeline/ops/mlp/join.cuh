@@ -74,10 +74,29 @@ RL_D void copy_vectors(u32 address, const u16* a, const u16* b, const u16* c, in
   sync_consumers();
 }
 
-RL_D float row_sum(float x) {  // over the four lanes of a row
-  x += shuffle_xor(x, 1);
-  return x + shuffle_xor(x, 2);
+// Sums over whole rows, in both warpgroups where they are abreast: over the four lanes of a row, then by way of `area`, which
+// nobody has read since all consumers last met.
+constexpr int STATISTICS_BYTES = 2 * 4 * 64 * 4;
+template <int COUNT>
+RL_D void row_sums(float (&x)[COUNT], u32 area, const Place& me) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    x[i] += shuffle_xor(x[i], 1);
+    x[i] += shuffle_xor(x[i], 2);
+  }
+  if (ABREAST == 1) return;
+  const u32 place = area + (16 * me.warp + me.lane / 4) * 4;
+  if (me.lane % 4 == 0)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) store_shared(place + (me.group * COUNT + i) * 256, x[i]);
+  sync_consumers();
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) x[i] += load_shared(place + ((me.group ^ 1) * COUNT + i) * 256);
 }
+
+// Registers last for all that a join reads of a thread's rows; otherwise for one of them.
+constexpr bool HOLDS = OWN_ROWS * LANE <= 64;
+constexpr int AHEAD_ROWS = HOLDS ? OWN_ROWS : 1;
 
 // ---- forward: v holds branch + bias. r = residual + dropout(v), rounded; h = norm(r).
 struct JoinForward {
@@ -88,25 +107,30 @@ struct JoinForward {
   float eps;
   int rows;
   Mask mask;
+  u32 statistics;  // two areas of `row_sums`
 };
 
-// `ahead` is the residual of this thread's first row, loaded by `load_residual` while there was something to wait for.
-RL_D void load_residual(uint4 (&ahead)[GROUPS], const JoinForward& p, int row, const Place& me) {
-  if (RESIDUAL) load_row(ahead, p.residual + static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4), row < p.rows);
-}
-
-RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], uint4 (&ahead)[GROUPS], int row, const Place& me) {
-  const int first = 8 * (me.lane % 4);
+// The residual of this thread's rows, or of its first, loaded while there is something to wait for.
+struct Residual {
+  uint4 row[AHEAD_ROWS][GROUPS];
+  RL_D void load(const JoinForward& p, int first, const Place& me) {
 #pragma unroll
-  for (int i = 0; i < OWN_ROWS; ++i, row += 8) {
-    const bool inside = row < p.rows;
-    const i64 base = static_cast<i64>(row) * WIDTH + first;
-    const RowMask mask(p.mask, row);
+    for (int i = 0; i < AHEAD_ROWS * RESIDUAL; ++i)
+      load_row(row[i], p.residual + static_cast<i64>(first + 8 * i) * WIDTH + me.column() + 8 * (me.lane % 4), first + 8 * i < p.rows);
+  }
+};
+
+RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], Residual& ahead, int row, const Place& me) {
+  const int first = me.column() + 8 * (me.lane % 4);
+  const i64 base = static_cast<i64>(row) * WIDTH + first;
+  float mean[OWN_ROWS] = {}, squares[OWN_ROWS] = {};
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    const RowMask mask(p.mask, row + 8 * i);
     uint4 residuals[GROUPS];
 #pragma unroll
-    for (int g = 0; g < GROUPS * RESIDUAL; ++g) residuals[g] = ahead[g];
-    if (i + 1 < OWN_ROWS) load_residual(ahead, p, row + 8, me);
-    float sum = 0.f, mean = 0.f, squares = 0.f;
+    for (int g = 0; g < GROUPS * RESIDUAL; ++g) residuals[g] = ahead.row[HOLDS ? i : 0][g];
+    if (!HOLDS && i + 1 < OWN_ROWS) ahead.load(p, row + 8, me);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;
@@ -118,18 +142,27 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], uint4 (
         for (int k = 0; k < 8; ++k) x[k] += residual[k];
       }
       const uint4 out = pack_eight(x);
-      if (inside) *reinterpret_cast<uint4*>(p.r + base + 32 * g) = out;
+      if (row + 8 * i < p.rows) *reinterpret_cast<uint4*>(p.r + base + 8 * i * WIDTH + 32 * g) = out;
       unpack_eight(x, out);
 #pragma unroll
-      for (int k = 0; k < 8; ++k) sum += x[k];
+      for (int k = 0; k < 8; ++k) mean[i] += x[k];
     }
-    if (!RMS) mean = row_sum(sum) * (1.f / WIDTH);
+  }
+  if (!RMS) row_sums(mean, p.statistics, me);
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    mean[i] = RMS ? 0.f : mean[i] * (1.f / WIDTH);
 #pragma unroll
     for (int k = 0; k < LANE; ++k) {
-      v[i][k] -= mean;
-      squares += v[i][k] * v[i][k];
+      v[i][k] -= mean[i];
+      squares[i] += v[i][k] * v[i][k];
     }
-    const float rstd = 1.f / sqrtf(row_sum(squares) * (1.f / WIDTH) + p.eps);
+  }
+  row_sums(squares, p.statistics + STATISTICS_BYTES, me);
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; ++i) {
+    const bool inside = row + 8 * i < p.rows;
+    const float rstd = 1.f / sqrtf(squares[i] * (1.f / WIDTH) + p.eps);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;
@@ -138,41 +171,40 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], uint4 (
       if (NORM_BIAS) unpack_eight(bias, load_shared_16(p.bias + 64 * g + 2 * first));
 #pragma unroll
       for (int k = 0; k < 8; ++k) x[k] = x[k] * rstd * weight[k] + bias[k];
-      if (inside) *reinterpret_cast<uint4*>(p.h + base + 32 * g) = pack_eight(x);
+      if (inside) *reinterpret_cast<uint4*>(p.h + base + 8 * i * WIDTH + 32 * g) = pack_eight(x);
     }
-    if (inside && me.lane % 4 == 0) {
-      if (!RMS) p.mean[row] = mean;
-      p.rstd[row] = rstd;
+    if (inside && me.lane % 4 == 0 && me.column() == 0) {
+      if (!RMS) p.mean[row + 8 * i] = mean[i];
+      p.rstd[row + 8 * i] = rstd;
     }
   }
 }
 
 // Sums begin at the bias (in shared memory) of the columns that this lane will own, in one block of a pair, or at zero.
-template <bool HAS_BIAS>
-RL_D void begin_sums(float (&z)[HALVES][64], u32 bias, const Place& me) {
+template <bool HAS_BIAS, int PARTS, int COUNT>
+RL_D void begin_sums(float (&z)[PARTS][COUNT], u32 bias, const Place& me) {
 #pragma unroll
-  for (int half = 0; half < HALVES; ++half)
+  for (int g = 0; g < PARTS * COUNT / 16; ++g) {
+    float b[8] = {};
+    if (HAS_BIAS && me.split == 0) unpack_eight(b, load_shared_16(bias + 2 * me.column() + 64 * g + 16 * (me.lane % 4)));
 #pragma unroll
-    for (int g = 0; g < 4; ++g) {
-      float b[8] = {};
-      if (HAS_BIAS && me.split == 0) unpack_eight(b, load_shared_16(bias + 256 * half + 64 * g + 16 * (me.lane % 4)));
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int low = 16 * g + i / 2 * 4 + i % 2;
-        z[half][low] = z[half][low + 2] = b[i];
-      }
+    for (int i = 0; i < 8; ++i) {
+      const int low = 16 * g + i / 2 * 4 + i % 2;
+      z[low / COUNT][low % COUNT] = z[low / COUNT][low % COUNT + 2] = b[i];
     }
+  }
 }
 
 // ---- backward: v holds dh, columns as the product leaves them.
 
 // The four lanes of a row transpose 4 × 4 pairs of every column group: positions become owned columns.
-RL_D void own_columns(float (&v)[OWN_ROWS][LANE], const Place& me) {
+template <int COUNT>
+RL_D void own_columns(float (&v)[OWN_ROWS][COUNT], const Place& me) {
   const bool odd = me.lane & 1, high = me.lane & 2;
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i)
 #pragma unroll
-    for (int k = 0; k < LANE; k += 8)
+    for (int k = 0; k < COUNT; k += 8)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float* x = v[i] + k + e;  // x[2 j]
@@ -215,7 +247,7 @@ RL_D float warps_sum(u32 address, int columns, int column) {
 }
 
 constexpr int SUMS = 1 + NORM_BIAS + BRANCH_BIAS;  // of scale, shift, branch bias
-constexpr int SUMS_BYTES = SUMS * 4 * WIDTH * 4;   // a warpgroup's: [sum][warp][column]
+constexpr int SUMS_BYTES = SUMS * 4 * WIDTH * 4;   // of 64 rows: [sum][warp][column]
 
 struct JoinBackward {
   const u16 *r, *dresidual;
@@ -231,8 +263,8 @@ struct JoinBackward {
 // What join_backward reads first, loaded while there is something to wait for.
 struct Ahead {
   float mean[OWN_ROWS], rstd[OWN_ROWS];
-  uint4 r[GROUPS];         // of this thread's first row
-  uint4 residual[GROUPS];  // of its only row
+  uint4 r[AHEAD_ROWS][GROUPS];         // of this thread's rows, or its first
+  uint4 residual[AHEAD_ROWS][GROUPS];  // of its rows, if they are held
   RL_D void load(const JoinBackward& p, int row, const Place& me) {
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
@@ -240,21 +272,25 @@ struct Ahead {
       mean[i] = !RMS && inside ? p.mean[row + 8 * i] : 0.f;
       rstd[i] = inside ? p.rstd[row + 8 * i] : 0.f;
     }
-    const i64 base = static_cast<i64>(row) * WIDTH + 8 * (me.lane % 4);
-    load_row(r, p.r + base, row < p.rows);
-    if (OWN_ROWS == 1 && RESIDUAL) load_row(residual, p.dresidual + base, row < p.rows);
+#pragma unroll
+    for (int i = 0; i < AHEAD_ROWS; ++i) {
+      const i64 base = static_cast<i64>(row + 8 * i) * WIDTH + me.column() + 8 * (me.lane % 4);
+      load_row(r[i], p.r + base, row + 8 * i < p.rows);
+      if (HOLDS && RESIDUAL) load_row(residual[i], p.dresidual + base, row + 8 * i < p.rows);
+    }
   }
 };
 
-// dr = dresidual + norm'(dh); dbranch = dropout'(dr); sums over the warpgroup's rows into one row of partials.
+// dr = dresidual + norm'(dh); dbranch = dropout'(dr), which is what is left in v; sums over the warpgroup's rows into one row
+// of partials. `statistics`: an area of `row_sums`.
 RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const Ahead& ahead, int row, u32 sums,
-                        int partial_row, const Place& me) {
-  const int first = 8 * (me.lane % 4), mine = first + me.lane / 4;
+                        u32 statistics, int partial_row, const Place& me) {
+  const int first = me.column() + 8 * (me.lane % 4), mine = first + me.lane / 4;
   const u32 target = sums + (me.warp * WIDTH + mine) * 4;
   constexpr int KIND = 4 * WIDTH * 4;
-  float inner[OWN_ROWS] = {}, plain[OWN_ROWS] = {};
+  float whole[2 * OWN_ROWS] = {};  // of dh' · normal, of dh', for each row
   uint4 second[GROUPS];
-  if (OWN_ROWS == 2) load_row(second, p.r + static_cast<i64>(row + 8) * WIDTH + first, row + 8 < p.rows);
+  if (!HOLDS) load_row(second, p.r + static_cast<i64>(row + 8) * WIDTH + first, row + 8 < p.rows);
 #pragma unroll
   for (int g = 0; g < GROUPS; ++g) {
     float weight[8], dweight[8] = {}, dbias[8] = {};
@@ -263,42 +299,39 @@ RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const
     for (int i = 0; i < OWN_ROWS; ++i) {
       float* dh = v[i] + 8 * g;
       float x[8];
-      unpack_eight(x, i == 0 ? ahead.r[g] : second[g]);
+      unpack_eight(x, HOLDS ? ahead.r[HOLDS ? i : 0][g] : i == 0 ? ahead.r[0][g] : second[g]);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const float normal = (x[k] - ahead.mean[i]) * ahead.rstd[i];
         dweight[k] += dh[k] * normal;
         dbias[k] += dh[k];
         dh[k] *= weight[k];
-        inner[i] += dh[k] * normal;
-        plain[i] += dh[k];
+        whole[2 * i] += dh[k] * normal;
+        whole[2 * i + 1] += dh[k];
       }
     }
     store_shared(target + 32 * g * 4, column_sum(dweight, me.lane));
     if (NORM_BIAS) store_shared(target + KIND + 32 * g * 4, column_sum(dbias, me.lane));
   }
-#pragma unroll
-  for (int i = 0; i < OWN_ROWS; ++i) {
-    inner[i] = row_sum(inner[i]) * (1.f / WIDTH);
-    plain[i] = RMS ? 0.f : row_sum(plain[i]) * (1.f / WIDTH);
-  }
+  row_sums(whole, statistics, me);
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i) {
     const bool inside = row + 8 * i < p.rows;
+    const float inner = whole[2 * i] * (1.f / WIDTH), plain = RMS ? 0.f : whole[2 * i + 1] * (1.f / WIDTH);
     const i64 base = static_cast<i64>(row + 8 * i) * WIDTH + first;
     const RowMask mask(p.mask, row + 8 * i);
     uint4 again[GROUPS], residuals[GROUPS];
-    if (OWN_ROWS == 2) load_row(again, p.r + base, inside);  // registers do not last for both rows
-    if (OWN_ROWS == 2 && RESIDUAL) load_row(residuals, p.dresidual + base, inside);
+    if (!HOLDS) load_row(again, p.r + base, inside);  // registers do not last for both rows
+    if (!HOLDS && RESIDUAL) load_row(residuals, p.dresidual + base, inside);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* d = v[i] + 8 * g;
       float x[8], residual[8] = {};
-      unpack_eight(x, OWN_ROWS == 2 ? again[g] : ahead.r[g]);
-      if (RESIDUAL) unpack_eight(residual, OWN_ROWS == 2 ? residuals[g] : ahead.residual[g]);
+      unpack_eight(x, HOLDS ? ahead.r[HOLDS ? i : 0][g] : again[g]);
+      if (RESIDUAL) unpack_eight(residual, HOLDS ? ahead.residual[HOLDS ? i : 0][g] : residuals[g]);
 #pragma unroll
       for (int k = 0; k < 8; ++k)
-        d[k] = (d[k] - plain[i] - (x[k] - ahead.mean[i]) * ahead.rstd[i] * inner[i]) * ahead.rstd[i] + residual[k];
+        d[k] = (d[k] - plain - (x[k] - ahead.mean[i]) * ahead.rstd[i] * inner) * ahead.rstd[i] + residual[k];
       if (inside) *reinterpret_cast<uint4*>(p.dr + base + 32 * g) = pack_eight(d);
       mask.apply(d, 32 * g + first, p.mask);
       if (DROPOUT && inside) *reinterpret_cast<uint4*>(p.dbranch + base + 32 * g) = pack_eight(d);
@@ -319,7 +352,7 @@ RL_D void join_backward(const JoinBackward& p, float (&v)[OWN_ROWS][LANE], const
 #pragma unroll
   for (int kind = 0; kind < SUMS; ++kind)
 #pragma unroll
-    for (int column = me.thread(); column < WIDTH; column += 128)
+    for (int column = me.column() + me.thread(); column < me.column() + HELD; column += 128)
       out[kind * WIDTH + column] = warps_sum(sums + kind * KIND, WIDTH, column);
   named_barrier<128>(1 + me.group);
 }

@@ -4,9 +4,8 @@ Launched early (ops/early.py), they fetch weights while the kernel before still 
 them.
 
 Where they pay: µs of a whole block, forward and backward in a graph on an H200, 8,192 rows of width 256, F 1,024,
-LayerNorm, biases: 168 with all four; 181 with the MLP as products with GELU in their epilogues and joins of their own,
-182 with the projection's join of its own too, 195 with the QKV gradient's as well. (151 since, all four, by the sum of
-the kernels' times.) At 131,072 rows a block takes 2,240 to 2,290 with them, 2,000 to 2,040 without.
+LayerNorm, biases: 146 with all four; 155 with the MLP as products with GELU in their epilogues and joins of their own,
+176 with the projections apart too. At 131,072 rows a block takes 2,200 to 2,240 with them, 2,020 without.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ FOLDER = Path(__file__).parent
 SMEM_LIMIT = 227 * 1024
 WIDTHS = (128, 256)
 THREADS = 384
-TILE_ROWS, CHUNK, SLOT, PANELS = 128, 128, 128 * 128, 8192
+CHUNK, SLOT, PANELS, STATISTICS = 128, 128 * 128, 8192, 2048  # the latter three in bytes
 Part = Literal["mlp_forward", "mlp_backward", "project_forward", "project_backward"]
 _PARTS: dict[Part, tuple[str, str]] = {  # file, and kinds of parameters
     "mlp_forward": ("forward.cu", "MMMMPPPPPPPPPPPiifIIfii"),
@@ -106,9 +105,14 @@ def source(part: Part) -> str:
     return _PARTS[part][0]
 
 
-def tiles(N: int) -> int:
-    """Tiles of 128 rows."""
-    return -(-N // TILE_ROWS)
+def tile_rows(part: Part) -> int:
+    """Rows of the result that a block has."""
+    return 64 if part.startswith("project") else 128
+
+
+def tiles(part: Part, N: int) -> int:
+    """Tiles of N rows."""
+    return -(-N // tile_rows(part))
 
 
 def chunks(F: int) -> int:
@@ -118,7 +122,7 @@ def chunks(F: int) -> int:
 
 def kept_shape(N: int, F: int) -> tuple[int, int]:
     """Shape of the tensor that keeps GELU's derivative: padded, and in the kernels' own order (layout.cuh)."""
-    return -(-N // TILE_ROWS) * TILE_ROWS, chunks(F) * CHUNK
+    return tiles("mlp_forward", N) * 128, chunks(F) * CHUNK
 
 
 def hidden(h_NC: Tensor, F: int) -> tuple[Tensor, Tensor]:
@@ -148,27 +152,27 @@ def unkeep(kept: Tensor, N: int, F: int) -> Tensor:
     return _kept_view(kept).reshape(kept.shape)[:N, :F]
 
 
-def partial_rows(N: int, config: Config) -> int:
+def partial_rows(part: Part, N: int, config: Config) -> int:
     """Rows of the join's partial sums."""
-    return tiles(N) * 2 * config.split
+    return tiles(part, N) * (1 if part.startswith("project") else 2 * config.split)
 
 
-def inner_partial_rows(N: int, config: Config) -> int:
+def inner_partial_rows(N: int) -> int:
     """Rows of the partial sums of du."""
-    return partial_rows(N, config) // config.split
+    return tiles("mlp_backward", N) * 2
 
 
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
     """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
-    rows, exchange = 2 * width * 128, 2 * width * 128 if config.split == 2 else 0
-    branch_sums = sums * 4 * width * 4
+    rows, branch_sums, vectors = 2 * width * 128, sums * 4 * width * 4, 3 * width * 2
     size = {
-        "mlp_forward": rows + 2 * PANELS + 3 * width * 2 + chunks(F) * 256,
-        "mlp_backward": rows + 2 * max(PANELS, branch_sums) + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
-        "project_forward": exchange + 3 * width * 2,
-        "project_backward": exchange + 2 * branch_sums + 3 * width * 2,
+        "mlp_forward": rows + 2 * PANELS + vectors + chunks(F) * 256,
+        "mlp_backward": rows + 4 * PANELS + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
+        "project_forward": 2 * STATISTICS + vectors,
+        "project_backward": 2 * STATISTICS + branch_sums + vectors,
     }[part]
-    return size + stages * SLOT + 512
+    slot = (64 + width) * 128 if part.startswith("project") else SLOT
+    return size + stages * slot + 512
 
 
 def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up_bias: bool = True) -> Config:
@@ -180,13 +184,15 @@ def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up
 
 
 def choose(part: Part, N: int, inner: int) -> Config:
-    """The configuration for N rows and F (or K) inner columns on the current device.
+    """The configuration for N rows and F (or K) inner columns on the current device. Projections know but one.
 
     Pairs of blocks divide the inner dimension while there are too few tiles to fill the card; measured on an H200 at
     8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78.
     """
-    few = 2 * tiles(N) <= processors(torch.device("cuda"))
-    return Config(split=2 if few and (part.startswith("project") or chunks(inner) > 1) else 1)
+    if part.startswith("project"):
+        return Config()
+    few = 2 * tiles(part, N) <= processors(torch.device("cuda"))
+    return Config(split=2 if few and chunks(inner) > 1 else 1)
 
 
 def join_macros(join: Join) -> dict[str, int]:
@@ -256,7 +262,7 @@ def _launch(
     patient: bool = True,
 ) -> None:
     kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=patient)
-    programs = min(tiles(N), processors(torch.device("cuda")) // config.split)
+    programs = min(tiles(part, N), processors(torch.device("cuda")) // config.split)
     kernel.launch((programs * config.split,), THREADS, size, arguments)
 
 
@@ -316,8 +322,8 @@ def mlp_backward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(du_NF), kept,
-        du_sums_PF, *_gradient_arguments(join), state, N, F, *mask,
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(du_NF), kept, du_sums_PF,
+        *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
     _launch("mlp_backward", macros, N, config, size, arguments)
@@ -343,7 +349,7 @@ def project_forward_raw(
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(x_NK, TILE_ROWS), _owned_map(weight_CK), join.branch_bias_C, join.residual_NC,
+        _rows_map(x_NK), _owned_map(weight_CK), join.branch_bias_C, join.residual_NC,
         join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N, join.rstd_N, join.eps, state, N, -(-K // 64),
         *mask,
     )  # fmt: skip
@@ -360,7 +366,7 @@ def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *
     macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(dy_NK, TILE_ROWS), _rows_map(weight_KC), *_gradient_arguments(join), state, N, -(-K // 64), *mask,
+        _rows_map(dy_NK), _rows_map(weight_KC), *_gradient_arguments(join), state, N, -(-K // 64), *mask,
     )  # fmt: skip
     size = smem("project_backward", C, config, config.stages, sums=sums)
     _launch("project_backward", macros, N, config, size, arguments)

@@ -1,5 +1,6 @@
 // What the kernels of this folder share: a block has 128 rows of the result, whole rows; one producer warp streams the
-// weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers.
+// weights through a ring of shared memory, two consumer warpgroups hold 64 rows each in registers. Or (ABREAST 2) it has 64
+// rows, and each warpgroup half of their columns.
 //
 // Macros: WIDTH (C: 128 or 256), STAGES (ring slots), SPLIT: with 2, a pair of blocks (a cluster) divides the inner
 // dimension of the same rows, exchanges half of its sums, and each block finishes 64 rows.
@@ -13,13 +14,20 @@
 #define CLUSTER_DIMENSIONS
 #endif
 
+#ifndef ABREAST
+#define ABREAST 1
+#endif
+
 namespace rl {
 
-constexpr int TILE_ROWS = 128, THREADS = 384;
-constexpr int SLOT_BYTES = 128 * 128;              // 64 of K by 128 of the result's columns; or 128 rows by 64 of K
-constexpr int HALVES = WIDTH / 128;                // accumulators of 64 × 128 in a whole row
-constexpr int GROUPS = WIDTH / 32, LANE = WIDTH / 4;  // column groups; values of a row in a thread
-constexpr int OWN_ROWS = 2 / SPLIT;                // rows a thread finishes
+constexpr int TILE_ROWS = 128 / ABREAST, THREADS = 384;
+constexpr int HALVES = WIDTH / 128;                 // accumulators of 64 × 128 in a whole row
+constexpr int HELD = WIDTH / ABREAST;               // columns that a warpgroup holds
+constexpr int GROUPS = HELD / 32, LANE = HELD / 4;  // column groups; values of a row in a thread
+constexpr int OWN_ROWS = 2 / SPLIT;                 // rows a thread finishes
+// A slot of the ring: 64 of K by 128 of the result's columns, or 128 rows by 64 of K; abreast 64 rows of A and, behind them,
+// all of the weight by 64 of K.
+constexpr int SLOT_BYTES = ABREAST == 2 ? (64 + WIDTH) * 128 : 128 * 128;
 constexpr int EXCHANGE_BYTES = 128 * LANE * 4;     // a warpgroup's
 
 struct Place {
@@ -29,7 +37,8 @@ struct Place {
     const int thread = threadIdx.x;
     return {thread / 128 - 1, thread / 32 % 4, thread % 32, SPLIT == 2 ? static_cast<int>(cluster_rank()) : 0};
   }
-  RL_D int thread() const { return 32 * warp + lane; }  // in the warpgroup
+  RL_D int thread() const { return 32 * warp + lane; }                 // in the warpgroup
+  RL_D int column() const { return ABREAST == 2 ? group * HELD : 0; }  // the first that the warpgroup holds
   RL_D u32 peer() const { return split ^ 1; }
 };
 
@@ -163,11 +172,15 @@ RL_D void product_registers(float (&acc)[64], const u32 (*a)[4], u32 slot) {
 }
 
 // ---- from accumulators to whole rows: v[h][8 g + 2 j + e] of `OWN_ROWS` rows a thread, in the order of layout.cuh
-RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64]) {
+template <int PARTS, int COUNT>
+RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[PARTS][COUNT]) {
 #pragma unroll
   for (int h = 0; h < OWN_ROWS; ++h)
 #pragma unroll
-    for (int i = 0; i < LANE; ++i) v[h][i] = acc[i / 32][i % 32 / 2 * 4 + 2 * h + i % 2];
+    for (int i = 0; i < LANE; ++i) {
+      const int place = i / 2 * 4 + 2 * h + i % 2;
+      v[h][i] = acc[place / COUNT][place % COUNT];
+    }
 }
 
 // SPLIT 2: this warpgroup's exchange area is free; its peer may send.
@@ -178,6 +191,22 @@ RL_D void let_peer_send(Barriers bar, const Place& me) {
   }
 }
 
+// SPLIT 2: row half KEPT of the sums stays, the other one leaves. The caller branches: chosen by selection, all sums would
+// stay in registers until after what it loads next.
+template <int KEPT>
+RL_D void keep_and_send(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u32 there, u32 counted) {
+#pragma unroll
+  for (int i = 0; i < LANE; i += 4) {
+    float out[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int low = (i + k) % 32 / 2 * 4 + (i + k) % 2;
+      v[0][i + k] = acc[(i + k) / 32][low + 2 * KEPT];
+      out[k] = acc[(i + k) / 32][low + 2 - 2 * KEPT];
+    }
+    remote_send(there + i / 4 * 2048, out[0], out[1], out[2], out[3], counted);
+  }
+}
 // SPLIT 2: keep the sums of row half `split`, send the other half to the peer, add what it sends. `area` is this
 // warpgroup's exchange area in either block. `meanwhile` runs when the sums have left and their registers are free.
 template <class Meanwhile>
@@ -186,18 +215,8 @@ RL_D void exchange(float (&v)[OWN_ROWS][LANE], const float (&acc)[HALVES][64], u
   barrier_wait(bar.may_send(me.group), phase);
   const u32 there = remote_address(area, me.peer()) + me.thread() * 16;
   const u32 counted = remote_address(bar.received(me.group), me.peer());
-#pragma unroll
-  for (int i = 0; i < LANE; i += 4) {
-    float out[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int low = (i + k) % 32 / 2 * 4 + (i + k) % 2;
-      const float first = acc[(i + k) / 32][low], second = acc[(i + k) / 32][low + 2];
-      v[0][i + k] = me.split ? second : first;
-      out[k] = me.split ? first : second;
-    }
-    remote_send(there + i / 4 * 2048, out[0], out[1], out[2], out[3], counted);
-  }
+  if (me.split == 0) keep_and_send<0>(v, acc, there, counted);
+  else keep_and_send<1>(v, acc, there, counted);
   meanwhile();
   barrier_wait(bar.received(me.group), phase);
 #pragma unroll
