@@ -200,6 +200,7 @@ RL_D void query_gradients(const Window& w, int row, float* dq, int pitch, int T,
   float lse[2], delta[2];
   for (int h = 0; h < 2; ++h) lse[h] = w.lse[row + lane.group + 8 * h], delta[h] = w.delta[row + lane.group + 8 * h];
   Sums sums[1];
+#pragma unroll 1
   for (int start = 0; start <= row; start += SQUARE) {
     Square p[1], d[1];
     const int above = row + lane.group - start - 2 * lane.member;
@@ -225,6 +226,7 @@ RL_D void key_gradients(const Window& w, int row, float* dk, float* dv, int pitc
   Rows keys[1], values[1];
   keys[0].load(w.k, row), values[0].load(w.v, row);
   Sums dk_sums[1], dv_sums[1];
+#pragma unroll 1
   for (int start = row / SQUARE * SQUARE; start < T; start += SQUARE) {
     Square p[1], d[1];
     const int above = start + 2 * lane.member - row - lane.group;  // of the lane's first query over its first key
@@ -328,10 +330,11 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   const i64 to = first * dkv_pitch + head % share * part + group * D;
   const int warp = threadIdx.x / WARP;
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn) {  // rows of both ends, so that warps have alike to do
-    const int row = ROWS * (turn ? warp : 15 - warp);
-    if (row >= T) continue;
-    query_gradients(w, row, dq + first * dq_pitch + head * D, dq_pitch, T, scale);
-    key_gradients(w, row, dk + to, dv + to, dkv_pitch, T, scale);
-  }
+  for (int turn = 0; turn < 2; ++turn)  // rows of both ends, so that warps have alike to do
+    if (const int row = ROWS * (turn ? warp : 15 - warp); row < T)
+      query_gradients(w, row, dq + first * dq_pitch + head * D, dq_pitch, T, scale);
+#pragma unroll 1
+  for (int turn = 0; turn < 2; ++turn)
+    if (const int row = ROWS * (turn ? warp : 15 - warp); row < T)
+      key_gradients(w, row, dk + to, dv + to, dkv_pitch, T, scale);
 }
