@@ -28,7 +28,7 @@ PARTS = [a for a in sys.argv[1:] if a.isalpha()] or ["check", "products", "atten
 END = time.time() + next((float(a) for a in sys.argv[1:] if a.isdigit()), 60)
 OUT, found = os.environ.get("OUT", "/tmp"), {}
 torch.backends.cuda.matmul.allow_tf32 = False
-TILES = {"128x64 two": Tile(), "128x128 one": Tile(2, 64, 1)}
+TILES = {"128x64 two": Tile(), "128x128 one": Tile(2, 64, 1), "128x32 three": Tile(1, 32, 3)}
 SHAPES = {"gpt2": (768, 256, 1024), "fast": (320, 256, 512)}  # qkv, out, up
 N, C = 8192, 256
 normal = lambda *shape: torch.randn(*shape, device="cuda")
