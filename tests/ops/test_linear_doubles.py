@@ -146,3 +146,51 @@ def test_compiles_without_spills(tile: Tile) -> None:
     for cubin in cubins:
         for used in cubin.resources().values():
             assert used.spill_loads == 0
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper", "poisoned")
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize(("M", "N", "K"), [(8192, 1024, 256), (1000, 68, 320), (3, 4, 4)])
+@pytest.mark.parametrize("epilogue", [doubles.PLAIN, doubles.GELU, doubles.FACTOR, doubles.RESIDUAL])
+def test_products_on_the_card(tile: Tile, M: int, N: int, K: int, epilogue: int) -> None:
+    torch.manual_seed(K)
+    a, b_NK, bias = (torch.randn(*shape, device="cuda") for shape in ((M, K), (N, K), (N,)))
+    other, out = torch.randn(M, N, device="cuda"), torch.full((M, N), float("nan"), device="cuda")
+    bias_N = bias if epilogue in (doubles.PLAIN, doubles.GELU) else None
+    wanted, slope = expected_product(a, b_NK, bias_N, epilogue, True, other)
+    name = {doubles.GELU: "slope_MN", doubles.FACTOR: "factor_MN", doubles.RESIDUAL: "residual_MN"}.get(epilogue)
+    options: dict[str, Any] = {} if name is None else {name: other}
+    if epilogue == doubles.GELU:
+        options["gelu"] = "tanh"
+    doubles.product(a, b_NK, out, bias_N=bias_N, tile=tile, **options)
+    assert (out - wanted).norm() < 1e-6 * wanted.norm()
+    if slope is not None:
+        assert (other - slope).norm() < 1e-6 * slope.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("hopper", "poisoned")
+@pytest.mark.parametrize("N", [8192, 1000])
+def test_gradients_on_the_card(N: int) -> None:
+    torch.manual_seed(2)
+    shapes = [(768, 256, True), (256, 1024, True), (36, 132, False)] * 6
+    nan = lambda *s: torch.full(s, float("nan"), device="cuda")  # noqa: E731
+    normal = lambda *s: torch.randn(*s, device="cuda")  # noqa: E731
+    gradients = [Gradient(normal(N, M), normal(N, K), nan(M, K), nan(M) if bias else None) for M, K, bias in shapes]
+    doubles.weight_gradients(gradients)
+    first = [g.dweight_MK.clone() for g in gradients]
+    doubles.weight_gradients(gradients)
+    for gradient, again in zip(gradients, first, strict=True):
+        wanted = gradient.dy_NM.double().t() @ gradient.x_NK.double()
+        assert (gradient.dweight_MK - wanted).norm() < 2e-7 * wanted.norm()
+        assert torch.equal(gradient.dweight_MK, again)
+        if gradient.dbias_M is not None:
+            sums = gradient.dy_NM.double().sum(0)
+            assert (gradient.dbias_M - sums).norm() < 2e-7 * sums.norm()
