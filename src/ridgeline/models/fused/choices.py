@@ -87,6 +87,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     names = ("cuda", "cuda-plain", "cuda-fp32", "triton", "reference")
     attention_impl = next(name for name in names if attention_missing(name, config, device, dtype, T) is None)
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
+    hopper = hopper and (dtype != torch.float32 or config.qkv_width % 4 == 0)
     few = device.type == "cuda" and B * T <= FEW_TOKENS
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow, narrow and B * T > MANY_TOKENS
