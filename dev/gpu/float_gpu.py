@@ -225,8 +225,7 @@ LANES = dict(mlp="torch", qkv="torch", out="torch", rest="torch")
 CHOICES = {  # changes, and attention's kernels
     "chosen": ({}, float32.DOUBLES),
     "attention on lanes": ({}, float32.LANES),
-    "gradients by cuBLAS beside": (dict(grouped=False, side_stream=True), float32.DOUBLES),
-    "gradients alone by fp64": (LANES, float32.LANES),
+    "tiles of 128 x 128": ({}, float32.DOUBLES),
     "all on lanes": (LANES | dict(grouped=False, side_stream=True), float32.LANES),
 }
 
@@ -238,9 +237,11 @@ def step(name, config):
     for key, (changes, kernels) in CHOICES.items():
         m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
         runs[key] = TrainStep(m, precision="fp32")
+        before, doubles.TILE = doubles.TILE, Tile(2, 64, 1) if "128" in key else doubles.TILE
         with chosen(True, changes), on(kernels):
             for _ in range(3):
                 runs[key](batch)
+        doubles.TILE = before
     torch.cuda.synchronize()
     spent = collections.defaultdict(list)
     for turn in range(6):
