@@ -1,7 +1,9 @@
 """Checkpoints are whole at every moment, verified on load, and say what is wrong with them."""
 
 import dataclasses
+import functools
 import json
+import os
 import subprocess
 import sys
 
@@ -171,6 +173,22 @@ def test_a_failed_write_leaves_the_old_one(tmp_path, monkeypatch, error):
     assert checkpoint.load(tmp_path / "last").meta == META
 
 
+def test_the_header_takes_its_place_when_all_that_it_names_is_on_the_disk(tmp_path, monkeypatch):
+    seen, replace = [], os.replace
+    monkeypatch.setattr(checkpoint, "_sync", lambda path: seen.append(("on disk", path.name)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(("in place", new.name)), replace(old, new)))
+    folder = checkpoint.save(tmp_path / "last", TENSORS, META)
+    (tensors,) = folder.glob("*.safetensors")
+    assert seen == [
+        ("on disk", "tensors.safetensors"),
+        ("in place", tensors.name),
+        ("on disk", "checkpoint.json"),
+        ("on disk", "last"),
+        ("in place", "checkpoint.json"),
+        ("on disk", "last"),
+    ]
+
+
 def test_other_peoples_folder_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match=r"holds other files \(thesis.tex\); choose an empty or new folder"):
@@ -181,6 +199,17 @@ def test_other_peoples_folder_is_left_alone(tmp_path):
 def edit_header(folder, **changes):
     file = folder / checkpoint.HEADER
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def edit_entry(folder, **changes):
+    edit_header(folder, tensors=json.loads((folder / checkpoint.HEADER).read_text())["tensors"] | changes)
+
+
+def drop_from_header(folder, name):
+    file = folder / checkpoint.HEADER
+    header = json.loads(file.read_text())
+    del header[name]
+    file.write_text(json.dumps(header))
 
 
 def flip_a_byte(folder):
@@ -205,7 +234,14 @@ def cut(folder):
         (lambda folder: (folder / checkpoint.HEADER).unlink(), "holds no checkpoint .*give another folder"),
         (lambda folder: edit_header(folder, format="other"), "is not a ridgeline checkpoint"),
         (lambda folder: (folder / checkpoint.HEADER).write_text("[]"), "is not a ridgeline checkpoint"),
-        (lambda folder: edit_header(folder, schema=99, package="9.9"), "written by ridgeline 9.9 .*upgrade"),
+        (lambda folder: edit_header(folder, schema=checkpoint.SCHEMA + 1, package="9.9"), "ridgeline 9.9 .*upgrade"),
+        (lambda folder: edit_header(folder, schema=99, tensors=None, package="9.9"), "written by ridgeline 9.9"),
+        (lambda folder: drop_from_header(folder, "meta"), "is not a ridgeline checkpoint"),
+        *(
+            (functools.partial(edit_header, **{name: value}), "is damaged; use another checkpoint")
+            for name, value in [("schema", "1"), ("package", 3), ("meta", []), ("tensors", []), ("tensors", {})]
+        ),
+        *((functools.partial(edit_entry, file=name), "is damaged") for name in ("../other/tensors", "..", "", 3)),
     ],
 )
 def test_a_damaged_or_foreign_one_is_refused_with_its_cure(tmp_path, damage, message):
@@ -253,3 +289,13 @@ def test_config_tuples_survive_json():
     checkpoint.check_config({"heads": [{"name": "main", "classes": 9}]}, {"heads": ({"name": "main", "classes": 9},)})
     with pytest.raises(CheckpointError, match=r"heads\[0\].classes expected 5, got 9"):
         checkpoint.check_config({"heads": [{"classes": 9}]}, {"heads": [{"classes": 5}]})
+    with pytest.raises(CheckpointError, match=r"heads expected \[1, 2\], got \[1\]"):
+        checkpoint.check_config({"heads": [1]}, {"heads": [1, 2]})
+
+
+def test_three_differences_are_named_and_the_others_counted():
+    assert checkpoint.differences({}, dict.fromkeys("abc", 1)).count("expected") == 3
+    words = checkpoint.differences({"a": 1}, {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+    assert words.startswith("a expected 2, got 1, b expected 1, got None, c expected")
+    assert words.endswith(" and 2 more")
+    assert checkpoint.differences({"a": (1,)}, {"a": [1]}) == ""

@@ -2,11 +2,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from command_line import SHORT, TINY, last_json, refused, run, train_tiny
-from ridgeline.cli import VERBS
+from ridgeline.cli import VERBS, main
 from ridgeline.cli.flags import changes, mirror
 from ridgeline.cli.threads import usable_cores
 from ridgeline.games.boxing import archive
@@ -293,9 +294,12 @@ assert not heavy, heavy
     assert result.returncode == 0, result.stderr
 
 
-def test_output_that_nobody_reads_to_the_end_is_no_error():
-    program = "import sys; from ridgeline.cli import main; sys.exit(main(['train', '--help']))"
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("line", [["--help"], ["train", "--help"]])
+def test_output_that_nobody_reads_to_the_end_is_no_error(monkeypatch, unbuffered, line):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    command = [sys.executable, "-m", "ridgeline", *line]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(timeout=120) == 141
@@ -319,6 +323,18 @@ assert "torch" not in sys.modules
 """
     result = python(code)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_verb_is_imported_when_its_threads_are_decided(monkeypatch):
+    decided = []
+
+    def module(verb):
+        decided.append(os.environ.get("OMP_NUM_THREADS"))
+        return SimpleNamespace(run=lambda arguments: 0)
+
+    monkeypatch.setattr("ridgeline.cli._module", module)
+    assert main(["doctor"]) == 0
+    assert decided == [str(usable_cores())]
 
 
 def test_threads_are_decided_before_torch_and_the_user_has_the_last_word():

@@ -1,5 +1,6 @@
 """Mistakes on the command line: one sentence each, that names what to change."""
 
+import errno
 import itertools
 import os
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from command_line import SHORT, TINY, refused, run, train_tiny
-from ridgeline.cli import VERBS
+from ridgeline.cli import VERBS, main
 from ridgeline.cli.mistakes import find_mistake
 from ridgeline.cli.study import STUDIES
 from ridgeline.cli.train import FIXED
@@ -124,13 +125,27 @@ def test_help_in_a_terminal_of_a_few_columns_comes_to_an_end(capsys, monkeypatch
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_output_that_finds_no_space_is_one_sentence():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_finds_no_space_is_one_sentence(monkeypatch, unbuffered):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "ridgeline", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 2
     assert done.stderr == "ridgeline: there is no space left where the output goes; free space or send it elsewhere\n"
+
+
+def test_a_file_that_finds_no_space_is_not_taken_for_the_output(monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
+
+    def write(arguments):
+        raise full
+
+    monkeypatch.setattr("ridgeline.cli._dispatch", write)
+    with pytest.raises(OSError, match=r"metrics\.jsonl") as caught:
+        main(["doctor"])
+    assert caught.value is full
 
 
 def test_output_that_is_closed_harms_nothing():

@@ -49,22 +49,31 @@ SMALL = {  # name: (early launches, changes to the choices)
     "all apart": (True, dict(rows=frozenset())),
     "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
+JOINS = frozenset(("out", "qkv", "down", "up"))
 LARGE = {
     "late": (False, {}),
     "early": (True, {}),
-    "rows": (True, dict(rows=ALL)),
-    "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
-    "joins rows": (True, dict(rows=frozenset(("out", "qkv")))),
-    "not grouped": (False, dict(grouped=False)),
-    "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch")),
+    "joins": (False, dict(rows=JOINS)),
+    "mlp rows": (False, dict(rows=ALL)),
+    "mlp rows early": (True, dict(rows=ALL)),
+    "mlp rows not grouped": (False, dict(rows=ALL, grouped=False)),
+    "mlp alone": (False, dict(rows=frozenset(("mlp",)))),
+    "apart": (False, dict(rows=frozenset())),
+}
+MIDDLE = {
+    "early": (True, {}),
+    "joins": (True, dict(rows=JOINS)),
+    "mlp rows": (True, dict(rows=ALL)),
+    "mlp rows grouped": (True, dict(rows=ALL, grouped=True)),
+    "mlp rows grouped late": (False, dict(rows=ALL, grouped=True)),
 }
 
 
 def variants(name):
     config, B, T = WORKLOADS[name]
-    if config.width != 256 or config.dropout:
-        return {key: LARGE[key] for key in ("early", "late", "cuBLAS")}
-    return SMALL if B * T <= 32768 else LARGE
+    if config.width != 256:
+        return {"early": (True, {}), "late": (False, {}), "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch"))}
+    return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
 
 @contextlib.contextmanager

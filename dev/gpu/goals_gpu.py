@@ -40,7 +40,8 @@ SWEEP = f"{PAIR},reduce-overhead,graph,eager"  # what the second article compare
 ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lanes"
 MQA = "gpt2-c256+kv_heads=1"
 NAMES = (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m")
-LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 70, 8, 0.25
+LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 45, 8, 0.25
+ANSWER_S = 45  # longest turn, or look into a contender; who takes longer is ended
 LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
 LENT_GIB = 60  # what `build` takes of a card that others use
 CORES = os.cpu_count() or 2
@@ -216,7 +217,9 @@ def joined(before, record):
 
 
 def keep(key, record):
-    """Writes all records, this one in place of what its row had before."""
+    """Writes all records, this one in place of what its row had before; one without times is none."""
+    if not any(c.step_ms for c in record.contenders):
+        return
     info = record.workload
     stem = f"bench-{info.name}-b{info.batch}-t{info.context}-{info.precision}"
     with lock:
@@ -244,13 +247,13 @@ def told(c):
     return f"{c.name} {c.step_ms:.4g}±{100 * c.spread:.0f}%{layer}"
 
 
-def one(key, build_s):
+def one(key):
     row = ROWS[key]
     try:
         case = workload(name_of(key), **row.sizes)
         plan = Plan(
-            rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=build_s, phases=row.phases,
-            profile=row.profile, together=True,
+            rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=ANSWER_S,
+            phases=row.phases, profile=row.profile, together=True,
         )  # fmt: skip
         names = row.contenders.split(",")
         record = run.run_bench(case, names, CARD, plan, keep=lambda record: keep(key, record))
@@ -327,10 +330,10 @@ def main(arguments):
         if left < LEAST_S:
             print("no time for", *keys, flush=True)
             continue
-        build_s = min(130, max(0.65 * left, left - 50))
+        build_s = min(130, max(0.65 * left, left - 30))
         share_cores([name for key in keys for name in ROWS[key].contenders.split(",")])
         wave = Wave(keys, build_s, end - LATER_S * later)
-        threads = [threading.Thread(target=one, args=(key, build_s), name=key) for key in keys]
+        threads = [threading.Thread(target=one, args=(key,), name=key) for key in keys]
         for thread in threads:
             thread.start()
         for thread in threads:

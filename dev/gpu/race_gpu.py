@@ -15,9 +15,10 @@ GO=FILE: contenders wait for that file before the first trains, so that they can
 GAMES=SECONDS that all games are left after all training (80): 30 games of a checkpoint of hal-20m keep a card busy for 5
 to 12 s, the weaker the longer; a process takes 10 s to begin. 26 checkpoints took 72 s on two cards and 32 cores.
 KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on there. Without it they are deleted.
-BRING=FILE: folders.tgz of an earlier run. Contenders that were trained and played there are not trained again, so a race
-may be run contender by contender on several machines, and its last run writes the record of all. Those that had no
-time left are trained anew.
+
+PYTHONPATH=src python dev/gpu/race_gpu.py join RECORD.json FOLDERS.tgz …      # anywhere, also without a card
+
+joins what runs of one race packed, each of which trained some of its contenders and let them play, to one record.
 """
 
 import contextlib
@@ -30,7 +31,6 @@ import sys
 import tarfile
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 BEGUN = time.monotonic()
@@ -149,24 +149,63 @@ def play(root, name, words, processes):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def bring(file, race, root):
-    """Go on with what an earlier run packed: a contender that it did not bring to its end begins anew."""
-    from ridgeline.errors import ConfigError
-    from ridgeline.study.clocked import read_failure
-    from ridgeline.study.race import _check_folder
+def read_race(folder, names):
+    """A race as its folder describes it, of some of its contenders."""
+    from ridgeline.study.clocked import read_machines
+    from ridgeline.study.race import Games, Race
+    from ridgeline.study.racers import Contender, folder_of
+    from ridgeline.train.settings import from_dict
 
-    with tarfile.open(file) as archive:
-        archive.extractall(root, filter="data")
-    for contender in race.contenders:
-        place = root / "race" / contender.folder
-        reason = read_failure(place) or ""
-        try:
-            _check_folder(replace(race, contenders=(contender,)), root / "race")
-        except ConfigError as error:
-            reason = f"{LATE} folder lacks something: {error}"
-        if reason.startswith(LATE):
-            say(contender.name, "begins anew:", reason)
-            shutil.rmtree(place)
+    values = json.loads((folder / "race.json").read_text())
+    contenders = []
+    for name in names:
+        cards = {line["card"] for line in read_machines(folder / folder_of(name))}
+        device = "cpu" if cards <= {"CPU"} else "cuda:0"
+        config = from_dict({**values["contenders"][name], "data": values["data"], "device": device})
+        contenders.append(Contender(name=name, folder=folder_of(name), config=config))
+    rest = {name: values[name] for name in ("data", "fingerprint")}
+    return Race(contenders=tuple(contenders), grid=tuple(values["grid"]), games=Games(**values["games"]), **rest)
+
+
+def finished(folder):
+    """Names of the contenders that a run brought to their end."""
+    from ridgeline.study.clocked import read_failure, read_points
+    from ridgeline.study.racers import folder_of
+
+    values = json.loads((folder / "race.json").read_text())
+    for name in values["contenders"]:
+        place = folder / folder_of(name)
+        reason = read_failure(place)
+        if reason is None and len(read_points(place)) < len(values["grid"]) or (reason or "").startswith(LATE):
+            say(name, "was not brought to its end:", reason or "killed")
+        else:
+            yield name
+
+
+def join(file, archives):
+    """One record of one race from what several runs packed."""
+    from ridgeline.records import write_record
+    from ridgeline.study.outcome import make_record
+    from ridgeline.study.race import GAMES, open_race, run_race
+
+    with tempfile.TemporaryDirectory() as temporary:
+        joined, names = Path(temporary) / "race", []
+        for number, archive in enumerate(archives):
+            with tarfile.open(archive) as packed:
+                packed.extractall(Path(temporary) / str(number), filter="data")
+            part = Path(temporary) / str(number) / "race"
+            new = [name for name in finished(part) if name not in names]
+            race = read_race(part, new)
+            open_race(race, joined)
+            for contender in race.contenders:
+                shutil.copytree(part / contender.folder, joined / contender.folder)
+            with (joined / GAMES).open("ab") as stream:
+                stream.write((part / GAMES).read_bytes())
+            names += new
+        race = read_race(joined, names)
+        record = make_record(race, run_race(race, joined, threads=1, processes=1, timeout=60))
+        write_record(record, file)
+        tell("race", json.loads(Path(file).read_text()))
 
 
 def pack(root, out):
@@ -206,6 +245,8 @@ def tell(name, record):
 
 
 def main():
+    if sys.argv[1] == "join":
+        return join(sys.argv[2], sys.argv[3:])
     limit, words = float(sys.argv[1]), sys.argv[2:]
     races = {}
     words, races["race"] = words[: words.index("--")], words[words.index("--") + 1 :]
@@ -220,8 +261,6 @@ def main():
     out.mkdir(parents=True, exist_ok=True)
     plans = {name: _plan(parse(Options, given, "study race")) for name, given in races.items()}
     say("the data is there")
-    if "BRING" in os.environ:
-        bring(os.environ["BRING"], plans["race"], root)
     for name, race in plans.items():
         open_race(race, root / name)
     for name, race in plans.items():

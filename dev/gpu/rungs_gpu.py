@@ -22,7 +22,8 @@ SINGLES = (
     "m0+tiles", "m0+split", "m1+pointwise", "m1+attention",
 )  # fmt: skip
 TILES = [["tiles", family] for family in ("16x64", "128x128", "pipelined")]
-RELATIVE = [["relative", *v.split()] for v in ("32 4 2", "64 8 2", "64 8 1")]  # the others of 64 rows spill
+RELATIVE = [["relative", *v.split()] for v in ("64/32/4/2 32/32/4/2 64/32/4/2", "64/64/8/2 64/32/8/2 32/32/4/2",
+                                               "128/32/8/2 32/64/4/2 64/32/8/2")]  # others spill  # fmt: skip
 CHECKS = [["check", rung, "hal-20m"] for rung in ("m2", "m3", "r16")] + [["check", "m2", "gpt2-c256"]]
 
 
@@ -153,23 +154,26 @@ def tiles(family):
     yield {"us": rows, "wrong": wrong}
 
 
-def relative(rows, warps, stages):
+def relative(forward, queries, keys):
     """Kernel times of attention with the relative term and dropout in tiles, at hal-20m's size."""
     import math
 
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from ridgeline.ops._triton.support import Launch
     from ridgeline.ops.attention import long
     from ridgeline.ops.attention.reference import attention_reference
     from ridgeline.ops.attention.short import dropping
     from ridgeline.ops.dropout import DropoutState
-    from ridgeline.ops._triton.support import Launch
 
     B, T, H, D, R = 512, 256, 8, 64, 1024
-    one = Launch(rows=int(rows), columns=int(rows), warps=int(warps), stages=int(stages))
-    table_launch = Launch(rows=int(rows), columns=int(rows), warps=int(warps), stages=1)
-    launches = long.Launches(one, one, one, table_launch)
+
+    def tile(text):
+        rows, columns, warps, stages = map(int, text.split("/"))
+        return Launch(rows=rows, columns=columns, warps=warps, stages=stages)
+
+    launches = long.Launches(tile(forward), tile(queries), tile(keys))
     draw = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
     qkv, table, d_out = draw(B, T, 3 * H, D), draw(R, D), draw(B, T, H, D)
     q, k, v = qkv.split(H, dim=2)
@@ -198,11 +202,11 @@ def relative(rows, warps, stages):
         for _ in range(3):
             run()
         torch.cuda.synchronize()
-    times = collections.defaultdict(list)
+    times = collections.Counter()
     for e in prof.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA and "kernel" in e.name and "at::" not in e.name:
-            times[e.name].append(round(e.device_time, 1))
-    yield {"errors": errors, "us": {k: v[-4:] for k, v in times.items()}}
+        if e.device_type == torch.autograd.DeviceType.CUDA:
+            times[e.name[:40]] += e.device_time / 3
+    yield {"errors": errors, "us": {k: round(v, 1) for k, v in times.most_common()}, "all": round(sum(times.values()))}
 
 
 def step(name, case):
@@ -280,6 +284,11 @@ def brief(result):
     return json.dumps(result).replace('"', "")[-420 if "error" in result else 0 :][:620]
 
 
+def errors(job):
+    """The file of what a job says on standard error."""
+    return f"{OUT}/rungs_{'_'.join(job).replace('/', '.')}.err"
+
+
 def wave(jobs, deadline, results, together=True):
     """Starts all jobs of a wave, then measures them one after another, once all are ready or as each is."""
     import threading
@@ -288,10 +297,12 @@ def wave(jobs, deadline, results, together=True):
     for job in jobs:
         p = subprocess.Popen(
             [sys.executable, __file__, "worker", *job], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=open(f"{OUT}/rungs_{'_'.join(job)}.err", "w"), text=True,
+            stderr=open(errors(job), "w"), text=True,
         )  # fmt: skip
         lines = []
-        reader = threading.Thread(target=lambda p=p, lines=lines: lines.extend(iter(p.stdout.readline, "")), daemon=True)
+        reader = threading.Thread(
+            target=lambda p=p, lines=lines: lines.extend(iter(p.stdout.readline, "")), daemon=True
+        )
         reader.start()
         started.append((job, p, lines))
     ready = lambda p, lines: p.poll() is not None or any(line.startswith("READY") for line in lines)
@@ -316,7 +327,7 @@ def wave(jobs, deadline, results, together=True):
             pass
         time.sleep(0.1)
         found = [json.loads(line[7:]) for line in lines if line.startswith("RESULT ")]
-        results[name] = found[0] if found else {"error": open(f"{OUT}/rungs_{'_'.join(job)}.err").read()[-1500:]}
+        results[name] = found[0] if found else {"error": open(errors(job)).read()[-1500:]}
         if p.poll() is None:
             p.kill()
             if not found:

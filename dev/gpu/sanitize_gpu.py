@@ -22,8 +22,9 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OUT, SOURCES = os.environ.get("OUT", "/tmp"), Path(__file__).resolve().parents[2] / "src/ridgeline"
+os.makedirs(OUT, exist_ok=True)
 DRY, TOOL = bool(os.environ.get("DRY")), os.environ.get("SANITIZER_TOOL", "memcheck")
-WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "14")), 75
+WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "14")), float(os.environ.get("LIMIT", "45"))  # of one run
 PLANTED = """
 extern "C" __global__ void memcheck(float* x, int n) { x[n + threadIdx.x] = 1.0f; }
 extern "C" __global__ void racecheck(float* x, int n) {
@@ -106,9 +107,17 @@ def attention_short():
     attend("cuda", 2, 100, 4, 4, 32)
 
 
-def attention_short_heads():
-    attend("cuda", 2, 256, 8, 1, 32)
-    attend("cuda", 400, 48, 2, 1, 64, 64, 0.2)
+def attention_short_256():
+    attend("cuda", 1, 256, 2, 2, 64, 256, 0.2)
+
+
+def attention_short_group():
+    attend("cuda", 1, 256, 4, 1, 32)
+
+
+def attention_short_whole_groups():
+    """Enough groups that a block takes one with all its heads."""
+    attend("cuda", 400, 16, 2, 1, 64, 16, 0.2)
 
 
 def attention_plain():
@@ -401,7 +410,8 @@ def windows():
 CASES = {
     f.__name__: f
     for f in (
-        planted, attention_short, attention_short_heads, attention_plain, attention_float, attention_triton, mlp_rows,
+        planted, attention_short, attention_short_256, attention_short_group, attention_short_whole_groups,
+        attention_plain, attention_float, attention_triton, mlp_rows,
         mlp_rows_narrow, project_rows, linear_stationary, linear_gemm, weight_gradients, heads_hopper, heads_triton,
         inputs, norms, embeddings, cross_entropies, pointwise, windows, step_gpt2, step_fast, step_fast_long, step_hal,
         step_muon, rungs_materialised, rungs_fused,
@@ -424,19 +434,22 @@ def run_case(name):
     from ridgeline.ops._cuda.launch import Kernel
 
     launched, launch = set(), Kernel.launch
-    Kernel.launch = lambda kernel, *a: (launched.add(kernel.name), launch(kernel, *a))[1]
-    triton.knobs.runtime.launch_enter_hook.add(lambda data: launched.add(data.get()["name"]))
+
+    def tell(kernel):  # at once: a run that hangs has said what it launched last
+        if kernel not in launched:
+            launched.add(kernel)
+            print(f"LAUNCHED {kernel}", flush=True)
+
+    Kernel.launch = lambda kernel, *a: (tell(kernel.name), launch(kernel, *a))[1]
+    triton.knobs.runtime.launch_enter_hook.add(lambda data: tell(data.get()["name"]))
     if DRY:
         from triton.runtime.interpreter import GridExecutor
 
         call = GridExecutor.__call__
-        GridExecutor.__call__ = lambda grid, *a, **k: (launched.add(grid.fn.__name__), call(grid, *a, **k))[1]
-    try:
-        CASES[name]()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-    finally:
-        print("LAUNCHED " + " ".join(sorted(launched)), flush=True)
+        GridExecutor.__call__ = lambda grid, *a, **k: (tell(grid.fn.__name__), call(grid, *a, **k))[1]
+    CASES[name]()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 # ---- what starts the tool ------------------------------------------------------------------------------------------
@@ -484,14 +497,13 @@ def read(text, code):
     """What a process said, in short."""
     report = [line.strip("= ").strip() for line in text.splitlines() if line.startswith("=====")]
     summary = next((line for line in report if "SUMMARY" in line), "")
-    launched = re.search(r"^LAUNCHED(.*)$", text, re.M)
     lines = [line for line in report if line and not line.startswith("COMPUTE-SANITIZER")][:6]
     counts = [int(n) for n in re.findall(r"(\d+) (?:error|hazard)", summary)]
     errors = max(counts) if counts else None
     if code == "timeout" or (errors is None and not (DRY and code == 0)) or (errors == 0 and code):
         lines += text.strip().splitlines()[-3:]
         errors = "timeout" if code == "timeout" else f"exit code {code}"
-    return {"errors": errors or 0, "lines": lines, "launched": launched.group(1).split() if launched else []}
+    return {"errors": errors or 0, "lines": lines, "launched": re.findall(r"^LAUNCHED (.*)$", text, re.M)}
 
 
 def kernels():

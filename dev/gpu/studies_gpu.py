@@ -3,11 +3,12 @@
 PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE train|time|all JOB…
 
 `train` trains comparisons beside each other over all visible cards: models (gpt2-c256, fast-c256 and each change
-between), recipe (shakespeare-fast and each part taken back or added), boxing (recipes on Boxing's demonstrations); with
-divergence (divergence_gpu.py) as a further job. `time` first finishes what was cut off. Then it times a step of every
-contender on the first card, which nothing else may use by then, and writes the records. Further jobs of `time`: fresh
-(the preset as a user calls it, three seeds, and once with empty caches) on the first card; inversion and search on the
-last one. `all` is both: it says "alone from now on" in between.
+between), recipe (shakespeare-fast and each part taken back or added), article (gpt2-c256 and fast-c256 by the
+article's recipe), boxing (recipes on Boxing's demonstrations); with divergence (divergence_gpu.py) as a further job.
+`time` first finishes what was cut off; of what is still not whole, the seeds that all contenders have make the record.
+Then it times a step of every contender on the first card, which nothing else may use by then, and writes the records.
+Further jobs of `time`: fresh (the preset as a user calls it, three seeds, and once with empty caches) on the first
+card; inversion and search on the last one. `all` is both: it says "alone from now on" in between.
 
 Runs are kept in $STUDIES between two calls, and come back in $OUT/runs.tgz whatever happens; a later call takes them
 from there where RUNS names such a file. SECONDS ends it. A rehearsal on a CPU: REHEARSAL="--steps 4 --eval-interval 2
@@ -27,6 +28,7 @@ import tarfile
 import tempfile
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 BEGUN = time.monotonic()
@@ -35,16 +37,19 @@ OUT = Path(os.environ.get("OUT", "out"))
 GO = HOME / "go"
 REHEARSAL, TINY = os.environ.get("REHEARSAL", "").split(), os.environ.get("TINY", "")
 STARTED: list = []
-ALONE_S = 80  # kept for what is timed
+CLOCK_S, FRESH_S, INVERSION_S = 16, 28, 64  # kept for what is timed
 FAST, TARGET, SEEDS = "shakespeare-fast", 1.4697, 3
 KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "fresh*.json")
 RECIPES = (
     "optimizer.algorithm=adamw+optimizer.lr=2e-3+steps=2400",
     "positions=learned",
-    "dropout=0.0",
     "optimizer.stable=0.5",
     "stages=[[0.4,128,64]]",
     "stages=[[0.4,16,256]]",
+)
+ARTICLE = "+".join(
+    f"optimizer.{setting}"
+    for setting in ("lr=3e-4", "floor=3e-4", "warmup=0", "weight_decay=0.01", "betas=[0.9,0.999]")
 )
 MUON = "optimizer.algorithm=muon"
 BOXING = (
@@ -56,7 +61,12 @@ BOXING = (
 )
 COMPARISONS = {  # by name: contenders, and what is asked
     "recipe": ((FAST, *(f"{FAST}+{change}" for change in RECIPES)), f"--recipes --target {TARGET}"),
-    "models": (("gpt2-c256", "fast-c256"), "--each-change --steps 1500 --eval-interval 150 --rates 1e-3 2e-3 4e-3"),
+    "models": (("gpt2-c256", "fast-c256"), "--each-change --steps 1000 --eval-interval 100 --rates 1e-3 2e-3 4e-3"),
+    # the recipe of the article on fast-c256, and its 200 steps; the target is what counting pairs of letters achieves
+    "article": (
+        (f"gpt2-c256+{ARTICLE}", f"fast-c256+{ARTICLE}"),
+        "--recipes --target 2.4844 --steps 200 --eval-interval 25",
+    ),
     "boxing": (BOXING, "--recipes --target 0.55 --eval-interval 80"),
 }
 ALONE = {
@@ -65,10 +75,10 @@ ALONE = {
 }
 
 
-def words_of(name):
+def words_of(name, seeds=SEEDS):
     """What follows `ridgeline study compare` for a comparison, without where and how many at a time."""
     contenders, asked = COMPARISONS[name]
-    asked = f"{asked} --seeds {SEEDS} --out {HOME / name}"
+    asked = f"{asked} --seeds {seeds} --out {HOME / name}"
     return [*(f"{contender}{TINY}" for contender in contenders), *asked.split(), *REHEARSAL]
 
 
@@ -123,14 +133,14 @@ def wait(jobs, until, trained=lambda name: False):
 
 
 def prepare(text, names):
-    """The data sets, before several jobs ask for them; at the same time."""
-    here = [sys.executable, "-m", "ridgeline", "data"]
-    wanted = {"tinyshakespeare": ["tinyshakespeare", "--file", text]}
+    """The data sets, before several jobs ask for them."""
+    from ridgeline.cli.data import replay_shipped
+    from ridgeline.data.api import prepare_tinyshakespeare
+
+    prepare_tinyshakespeare(source=text)
     if {"boxing", "divergence"} & set(names):
-        wanted["boxing"] = ["boxing"]
-    begun = time.monotonic()
-    jobs = {f"data-{name}": start(f"data-{name}", [*here, *words]) for name, words in wanted.items()}
-    wait(jobs, begun + 90)
+        replay_shipped("boxing")
+    say("data ready")
 
 
 def train(names, until):
@@ -138,7 +148,7 @@ def train(names, until):
     import torch
 
     cards = torch.cuda.device_count() or 1
-    spread = ["--processes", str(4 * cards if torch.cuda.is_available() else 2)]
+    spread = ["--processes", "8" if torch.cuda.is_available() else "2"]
     spread += ["--gpus", str(cards)] if cards > 1 else []
     jobs = {}
     for name in names:
@@ -214,7 +224,7 @@ def fresh(seed, steps):
 
 
 def fresh_runs(until):
-    """The preset with every seed and what is cached, then with nothing cached up to its first step."""
+    """The preset with every seed and what is cached, then with nothing cached up to its first step; a record."""
     from ridgeline import files
 
     found, log = [], HOME / "fresh.txt"
@@ -229,10 +239,37 @@ def fresh_runs(until):
             said = log.read_bytes()[at:].decode(errors="replace")
             made, first = re.search(r"^\{.*\}$", said, re.MULTILINE), re.search(r"first step ([0-9.]+) s", said)
             if made:
-                row = {**json.loads(made[0]), "in_all_s": round(time.monotonic() - begun, 2), "cold": bool(caches)}
-                found.append({**row, "first_step_s": float(first[1]) if first else None})
-                say("fresh", {key: value for key, value in found[-1].items() if key != "validations"})
-                (OUT / "fresh.json").write_text(json.dumps(found))
+                row = {**json.loads(made[0]), "in_all_s": round(time.monotonic() - begun, 2)}
+                row |= {"caches": "empty" if caches else "full", "first_step_s": float(first[1]) if first else None}
+                found.append(row)
+                say("fresh", {key: value for key, value in row.items() if key != "validations"})
+                write_starts(found)
+
+
+def write_starts(rows):
+    """The record of runs as a user begins them, as far as it goes."""
+    import torch
+
+    from ridgeline.bench.circumstances import git_revision, versions
+    from ridgeline.bench.nvml import monitor
+    from ridgeline.records import ContenderResult, Record, WorkloadInfo, write_record
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda:0" if cuda else "cpu")
+    record = Record(
+        kind="study",
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        git=git_revision(),
+        card=torch.cuda.get_device_name(device) if cuda else "CPU",
+        gpus=int(cuda),
+        versions=versions(monitor(device)),
+        workload=WorkloadInfo(name="tinyshakespeare", batch=32, context=256, precision="bf16" if cuda else "fp32"),
+        contenders=[
+            ContenderResult(name=f"{FAST}, seed {row['seed']}", first_step_s=row["first_step_s"]) for row in rows
+        ],
+        curves=[{"figure": "starts", "name": FAST, "target": TARGET, "rows": rows}],
+    )
+    write_record(record, OUT / "fresh.json")
 
 
 def unfinished(names):
@@ -240,20 +277,28 @@ def unfinished(names):
     return [name for name in names if name in COMPARISONS and trained_before().get(name) not in ("trained", 0)]
 
 
-def records(names, clocked, until):
-    """Steps of all comparisons on the first card, then their records; returns how each ended."""
+def clocked(names, clock_job, until):
+    """Times the steps of all comparisons on the first card; returns the jobs that make their records, on no card."""
     for name in names:
         for file in (HOME / name).glob("runs/*/pace.json"):
             file.unlink()
     GO.touch()
-    codes = wait({"clock": clocked}, until)
+    wait({"clock": clock_job}, until)
     tell("clock", 30)
-    # these find all runs and all paces
-    codes |= wait({name: study(name, "compare", *words_of(name)) for name in names}, until)
-    for name in names:
-        keep(name)
-        tell(name, 16)
-    return codes
+    # these find all runs and all paces; of a study that was cut off, the seeds that all contenders have
+    found = {name: seeds_of(name) for name in names}
+    return {name: study(name, "compare", *words_of(name, seeds)) for name, seeds in found.items() if seeds}
+
+
+def seeds_of(name):
+    """How many seeds every contender of a comparison has been trained with."""
+    from ridgeline.cli.output import parse
+    from ridgeline.cli.study_compare import Options, plan_of
+    from ridgeline.study.compare import pace_file
+
+    plan = plan_of(parse(Options, words_of(name), "study compare"))
+    homes = [pace_file(HOME / name, contender).parent for contender in plan.configs]
+    return min(sum(any(home.glob(f"lr-*-seed-{seed}/result.json")) for seed in range(plan.seeds)) for home in homes)
 
 
 def others(names, until):
@@ -269,7 +314,7 @@ def others(names, until):
         tell(name, 16)
 
 
-def time_alone(names, clocked, until):
+def time_alone(names, clock_job, until):
     """What is timed: comparisons and the preset on the first card, beside them what else is asked for on the last."""
     import torch
 
@@ -277,9 +322,13 @@ def time_alone(names, clocked, until):
     beside = threading.Thread(target=others, args=(rest, until))
     if torch.cuda.device_count() > 1:
         beside.start()
-    codes = records(compared, clocked, until) if compared else {}
+    jobs = clocked(compared, clock_job, until) if compared else {}
     if "fresh" in names:
         fresh_runs(until)
+    codes = wait(jobs, until)
+    for name in compared:
+        keep(name)
+        tell(name, 16)
     if beside.ident is None:
         beside.start()
     beside.join()
@@ -316,6 +365,14 @@ def bring_back():
                     tar.add(file, file.relative_to(HOME))
 
 
+def alone_s(names):
+    """Seconds that what is timed takes."""
+    import torch
+
+    first, last = CLOCK_S + FRESH_S * ("fresh" in names), INVERSION_S * ("inversion" in names)
+    return max(first, last) if torch.cuda.device_count() > 1 else first + last
+
+
 def main():
     limit, text, phase, *names = float(sys.argv[1]), *sys.argv[2:]
     OUT.mkdir(parents=True, exist_ok=True)
@@ -328,17 +385,17 @@ def main():
     try:
         prepare(text, names)
         compared = [name for name in names if name in COMPARISONS]
-        clocked = mine("--clock", *compared) if phase != "train" and compared else None
+        clock_job = mine("--clock", *compared) if phase != "train" and compared else None
         training = unfinished(names) + [name for name in names if name == "divergence" and phase != "time"]
         if training:
-            codes = train(training, end_s - (ALONE_S if phase != "train" else 0))
+            codes = train(training, end_s - (alone_s(names) if phase != "train" else 0))
             (HOME / "codes.json").write_text(json.dumps({**trained_before(), **codes}))
             for name in training:
                 keep(name)
                 tell(name, 12)
         if phase != "train":
             say("alone from now on")
-            codes |= time_alone(names, clocked, end_s)
+            codes |= time_alone(names, clock_job, end_s)
     finally:
         for process in STARTED:
             end(process)

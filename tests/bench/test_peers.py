@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ridgeline.bench.contenders import build_step, find_contender
 from ridgeline.bench.peers import PEERS, peer_model
 from ridgeline.bench.workloads import random_batch, workload
 from ridgeline.errors import MissingExtraError, UnsupportedError
@@ -89,6 +90,20 @@ def test_liger_is_the_same_function(name):
     b.backward()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("peer", "name"), [("liger", "gpt2-c256"), ("liger", "fast-c256"), ("transformers", "gpt2-c256")]
+)
+def test_peers_train_in_a_captured_step(peer, name):
+    pytest.importorskip(peer if peer == "transformers" else "liger_kernel", reason="the extra `peers` is not installed")
+    case, device = workload(name, batch=4), torch.device("cuda")
+    step, batch = build_step(find_contender(peer), case, device), random_batch(case, device)
+    for _ in range(20):
+        step(batch)
+    first, *_, last = (metric.loss for metric in step.metrics())
+    assert last < first - 0.1
 
 
 @pytest.mark.parametrize(

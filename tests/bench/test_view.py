@@ -36,6 +36,7 @@ def test_a_ratio_is_taken_within_its_group_and_only_if_it_says_something():
     assert against(fast, found) == "2.00×"
     assert against(noisy, found) == "≈"
     assert against(other, found) == ""  # it is alone in its group
+    assert table(found).endswith("best against PyTorch's best: 1.90× over eager (group 0)")
     pair = record(replace(BASE, name="eager"), replace(BASE, name="compile", step_ms=1.0))
     assert against(pair.contenders[0], pair) == "0.50×"  # without compile+graph, over the fastest of PyTorch
     assert against(BASE, found) == ""
@@ -46,9 +47,19 @@ def test_the_table_shows_circumstances_and_failures():
     assert "gpt2-c256  batch 32  context 256  bf16" in text
     assert "clock 1755–1980 MHz  power 300–690 W  throttled by: power cap" in text
     assert "UnsupportedError: no card" in text
-    assert "4,000" in text
-    line = next(line for line in text.splitlines() if line.startswith(BASE.name))
-    assert line.split()[6:9] == ["10.0", "1.18", "24.6"]
+    head, line, failed = text.splitlines()[3:6]
+    assert head.split()[:8] == ["contender", "group", "ms", "±", "%", "tokens/s", "windows/s", "MFU"]
+    assert "GiB" not in head  # nobody has one
+    assert line.split() == ["compile+graph", "0", "2.000", "2.0", "4.00", "M", "15.0", "k", "10.0", "1.18", "24.6"]
+    assert len(line) <= len(head) <= 80
+    assert failed.split(maxsplit=2) == ["best", "0", "UnsupportedError: no card"]
+    assert line.index(" 0 ") == failed.index(" 0 ")
+
+
+def test_the_table_of_failures_alone():
+    text = table(record(ContenderResult(name="best", error="UnsupportedError: no card")))
+    assert text.splitlines()[3].split() == ["contender", "group", "×", "ref"]
+    assert text.endswith("UnsupportedError: no card")
 
 
 def test_each_line_says_its_cards_where_there_are_several_numbers():

@@ -155,3 +155,8 @@ def test_an_update_costs_34_bytes_a_parameter_with_16_bit_copies() -> None:
     assert adamw(1000, store=FP32).bytes == 28_000
     assert adamw(1000, store=FP32, clip_pass=True).bytes == 36_000
     assert accumulate(1000, 8, store=BF16).bytes * accumulate(1000, 8, store=BF16).count == 28_000
+
+
+def test_a_special_function_takes_the_place_of_eight_instructions_of_two_flops() -> None:
+    assert gelu_flops("tanh") == (8 + 6) * 2
+    assert adamw(1000, store=BF16).vector_flops == 1000 * (2 * 8 + 14) * 2

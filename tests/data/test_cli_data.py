@@ -1,8 +1,10 @@
 """`ridgeline data` and `ridgeline play`: what cannot be is refused at once, in one sentence, and nothing is touched."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from ridgeline.cli import main
+from ridgeline.cli import data, main
 
 TEXT = "a user's own text\nwhose last line has no end"
 
@@ -75,3 +77,13 @@ def test_games_that_cannot_be_played(capsys):
         (["--games", 0], "games must be at least 1"),
     ):
         assert words in refused(capsys, "play", "nowhere", *arguments)
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    clock = iter([0.0, 29.0, 30.0, 30.0, 31.0, 61.0, 61.0])
+    monkeypatch.setattr(data, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with data.bar() as progress:
+        count = data.counter(progress, "playing")
+        for done in (1, 2, 3, 2_000):
+            count(done, 3_000)
+    assert capsys.readouterr().err.splitlines() == ["playing: 2 of 3,000", "playing: 2,000 of 3,000"]

@@ -54,13 +54,28 @@ def test_tiles_need_not_be_square(queries: int, keys: int, monkeypatch: pytest.M
     from ridgeline.ops.attention import long
 
     tile = Launch(rows=queries, columns=keys, warps=4, stages=2)
-    monkeypatch.setattr(long, "default_launches", lambda *_: long.Launches(tile, tile, tile, tile))
+    monkeypatch.setattr(long, "default_launches", lambda *_: long.Launches(tile, tile, tile))
     # four query heads for one of keys: more programs than heads of keys, so that their gradients are parts to be added
     compare(
-        lambda q, k, v, impl: attention(q, k, v, scale=0.2, impl=impl),
-        {name: x for name, x in draw(77, 4, 1, 32, 0, B=1).items() if x is not None},
+        lambda q, k, v, table, impl: attention(q, k, v, table, scale=0.2, impl=impl),
+        draw(77, 4, 1, 32, 90, B=1),
         "triton",
     )
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_relative_scores_of_a_few_windows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their masks are those of their samples, and the table's gradient is the sum over all."""
+    pytest.importorskip("triton")
+    from ridgeline.ops.attention import long
+
+    T, H, B = 40, 2, 3
+    monkeypatch.setattr(long, "RELATIVE_BYTES", 2 * T * H * T * 2 + 1)  # two windows' in bf16
+
+    def op(q: Tensor, k: Tensor, v: Tensor, table: Tensor, impl: str) -> Tensor:
+        return attention(q, k, v, table, scale=0.2, p=0.3, dropout=DROPOUT, site=4, impl=impl)
+
+    compare(op, draw(T, H, 1, 16, 50, B=B), "triton")
 
 
 @pytest.mark.gpu

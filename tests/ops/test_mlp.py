@@ -16,7 +16,7 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import Masks
 from ridgeline.ops.mlp import Mlp, Norm, available, cost, kernels, mlp_half, norm_project, project_join
-from ridgeline.ops.mlp.kernels import Config
+from ridgeline.ops.mlp.kernels import ABREAST, WHOLE, Config
 
 GPU = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -138,16 +138,18 @@ def test_layout_header(compile_host: Callable[..., ctypes.CDLL]) -> None:
 
 
 BUILDS = [  # part, width, configuration, spilled bytes allowed: what only a tile's end or a launch's beginning needs
-    ("mlp_forward", 128, Config(1), 0),
-    ("mlp_forward", 256, Config(1), 512),
-    ("mlp_forward", 256, Config(2), 256),
-    ("mlp_backward", 128, Config(1), 0),
-    ("mlp_backward", 256, Config(1), 1024),
-    ("mlp_backward", 256, Config(2), 512),
-    ("project_forward", 128, Config(), 0),
-    ("project_forward", 256, Config(), 0),
-    ("project_backward", 128, Config(), 0),
-    ("project_backward", 256, Config(), 0),
+    ("mlp_forward", 128, ABREAST, 0),
+    ("mlp_forward", 256, ABREAST, 64),
+    ("mlp_forward", 256, WHOLE, 128),
+    ("mlp_backward", 128, ABREAST, 0),
+    ("mlp_backward", 256, ABREAST, 128),
+    ("mlp_backward", 256, WHOLE, 512),
+    ("project_forward", 128, ABREAST, 0),
+    ("project_forward", 256, ABREAST, 0),
+    ("project_forward", 256, WHOLE, 0),
+    ("project_backward", 128, ABREAST, 0),
+    ("project_backward", 256, ABREAST, 0),
+    ("project_backward", 256, WHOLE, 64),
 ]
 
 

@@ -18,7 +18,7 @@ from ridgeline.ops._cuda.compiler import INCLUDE_DIRECTORY
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
 from ridgeline.ops.linear import Masks
 from ridgeline.ops.mlp import kernels
-from ridgeline.ops.mlp.kernels import Config
+from ridgeline.ops.mlp.kernels import ABREAST, WHOLE, Config
 from ridgeline.ops.norm.reference import NormKind
 
 EMULATION = Path(__file__).parent / "emulation"
@@ -77,13 +77,13 @@ class Case:
     bias: bool = True
     p: float = 0.0
     residual: bool = True
-    clusters: int = 1
+    blocks: int = 1
     seed: int = 0
     late: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
-        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.split}"
+        return f"{self.part}-{self.N}x{self.C}x{self.inner}-{self.config.abreast}"
 
 
 def normal(case: Case, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
@@ -112,12 +112,12 @@ def source(part: kernels.Part) -> str:
     state = f"(const i64*)p[{len(kinds)}]"
     return f"""#include "{file}"
 using namespace rl;
-extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, float scale, int grid, int seed, int late,
-                           int cluster) {{
+extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, float scale, int grid, int seed,
+                           int late) {{
   auto kernel = [=] {{
     {part}({", ".join(first)}, {extra}{state}, n[0], n[1], {eps}n[2], n[3], scale, n[4], n[5]);
   }};
-  return emulation::launch(grid, 384, seed, late, kernel, cluster);
+  return emulation::launch(grid, 384, seed, late, kernel, 1);
 }}
 """
 
@@ -143,10 +143,8 @@ def run(case: Case, build: Build, pointers: list[Tensor | None], stride: int) ->
     numbers = (ctypes.c_int * 7)(case.N, inner, SITE, threshold, case.N // 2, FIRST_SAMPLE, stride)
     pointers = [*build.lead, *pointers, torch.tensor(SEED_STEP)]
     addresses = (ctypes.c_void_p * len(pointers))(*[None if x is None else x.data_ptr() for x in pointers])
-    cluster = build.config.split
     maps = (Map * len(build.maps))(*build.maps)
-    grid = case.clusters * cluster
-    fault = loaded.run(maps, addresses, numbers, ctypes.c_float(scale), grid, case.seed, int(case.late), cluster)
+    fault = loaded.run(maps, addresses, numbers, ctypes.c_float(scale), case.blocks, case.seed, int(case.late))
     assert fault is None
 
 
@@ -213,7 +211,7 @@ def check_gradient(case: Case, build: Build, dh: Tensor) -> None:
     dr, dbranch = unwritten(case, N, C), unwritten(case, N, C) if case.p else None
     shift = case.bias and not case.rms
     sums = 1 + shift + case.bias
-    partials = unwritten(case, kernels.partial_rows(case.part, N, build.config), sums * C + 4, dtype=torch.float32)
+    partials = unwritten(case, kernels.partial_rows(N, build.config), sums * C + 4, dtype=torch.float32)
     join = kernels.JoinGradient(
         "rmsnorm" if case.rms else "layernorm", weight, r, mean, rstd, dresidual, dr, dbranch, partials, shift,
         case.bias, masks(case),
@@ -237,23 +235,32 @@ def check_gradient(case: Case, build: Build, dh: Tensor) -> None:
 
 
 CASES = [
-    Case("project_forward", 200, 128, 72, Config(), p=0.3, seed=1),
-    Case("project_forward", 100, 256, 136, Config(), rms=True, bias=False, residual=False, seed=2, late=True),
-    Case("project_backward", 200, 128, 72, Config(), p=0.3, seed=3, late=True),
-    Case("project_backward", 100, 256, 136, Config(), rms=True, bias=False, residual=False, seed=4),
-    Case("mlp_forward", 300, 128, 192, Config(1), p=0.3, seed=5, late=True),
-    Case("mlp_forward", 100, 256, 320, Config(2), tanh=True, seed=6),
-    Case("mlp_forward", 300, 128, 128, Config(1), rms=True, bias=False, seed=7),
-    Case("mlp_forward", 200, 128, 256, Config(2), p=0.3, seed=8, late=True),
-    Case("mlp_backward", 300, 128, 192, Config(1), p=0.3, seed=9),
-    Case("mlp_backward", 100, 256, 320, Config(2), tanh=True, seed=10, late=True),
-    Case("mlp_backward", 300, 128, 128, Config(1), rms=True, bias=False, seed=11, late=True),
-    Case("mlp_backward", 200, 128, 256, Config(2), p=0.3, seed=12),
-    Case("project_forward", 200, 256, 456, Config(), p=0.3, seed=13, late=True),
-    Case("project_backward", 300, 256, 456, Config(), seed=14),
-    Case("mlp_forward", 100, 128, 256, Config(2), seed=15, dtype=torch.float16),
-    Case("mlp_backward", 100, 128, 256, Config(2), seed=16, late=True, dtype=torch.float16),
-    Case("project_forward", 100, 128, 72, Config(), seed=17, late=True, dtype=torch.float16),
+    Case("project_forward", 200, 128, 72, ABREAST, p=0.3, seed=1),
+    Case("project_forward", 100, 256, 136, ABREAST, rms=True, bias=False, residual=False, seed=2, late=True),
+    Case("project_backward", 200, 128, 72, ABREAST, p=0.3, seed=3, late=True),
+    Case("project_backward", 100, 256, 136, ABREAST, rms=True, bias=False, residual=False, seed=4),
+    Case("mlp_forward", 300, 128, 192, ABREAST, p=0.3, seed=5, late=True),
+    Case("mlp_forward", 100, 256, 320, ABREAST, tanh=True, seed=6),
+    Case("mlp_forward", 300, 128, 128, ABREAST, rms=True, bias=False, seed=7),
+    Case("mlp_forward", 200, 128, 256, ABREAST, p=0.3, seed=8, late=True),
+    Case("mlp_backward", 300, 128, 192, ABREAST, p=0.3, seed=9),
+    Case("mlp_backward", 100, 256, 320, ABREAST, tanh=True, seed=10, late=True),
+    Case("mlp_backward", 300, 128, 128, ABREAST, rms=True, bias=False, seed=11, late=True),
+    Case("mlp_backward", 200, 128, 256, ABREAST, p=0.3, seed=12),
+    Case("project_forward", 200, 256, 456, ABREAST, p=0.3, seed=13, late=True),
+    Case("project_backward", 300, 256, 456, ABREAST, seed=14),
+    Case("mlp_forward", 100, 128, 256, ABREAST, seed=15, dtype=torch.float16),
+    Case("mlp_backward", 100, 128, 256, ABREAST, seed=16, late=True, dtype=torch.float16),
+    Case("project_forward", 100, 128, 72, ABREAST, seed=17, late=True, dtype=torch.float16),
+    Case("mlp_forward", 300, 128, 192, WHOLE, p=0.3, seed=22, late=True),
+    Case("mlp_forward", 200, 256, 320, WHOLE, tanh=True, seed=23),
+    Case("mlp_backward", 300, 128, 192, WHOLE, p=0.3, seed=24),
+    Case("mlp_backward", 300, 256, 320, WHOLE, tanh=True, seed=25, late=True),
+    Case("mlp_backward", 300, 128, 128, WHOLE, rms=True, bias=False, seed=26),
+    Case("project_forward", 400, 128, 72, WHOLE, p=0.3, seed=18),
+    Case("project_forward", 300, 256, 456, WHOLE, seed=19, late=True),
+    Case("project_backward", 300, 128, 456, WHOLE, p=0.3, seed=20),
+    Case("project_backward", 200, 256, 136, WHOLE, rms=True, bias=False, residual=False, seed=21, late=True),
 ]  # fmt: skip
 
 
@@ -286,7 +293,7 @@ def check_mlp(case: Case, build: Build) -> None:
     if case.part == "mlp_forward":
         h, bias, got_a = normal(case, N, C), normal(case, F) if case.bias else None, unwritten(case, N, F)
         a, slope = gelu(case, functional.linear(h.double(), up.double(), None if bias is None else bias.double()))
-        build.maps = [rows_map(h, 64), rows_map(up, 128), owned_map(down), rows_map(got_a, 16, 32)]
+        build.maps = [rows_map(h, 64), rows_map(up, 64), owned_map(down), rows_map(got_a, 16)]
         build.lead = [bias, kept]
         check_join(case, build, a @ down.double().t())
         close("a", got_a, a)
@@ -297,7 +304,7 @@ def check_mlp(case: Case, build: Build) -> None:
     du = (dz.double() @ down.double()) * slope.double()
     got_du = unwritten(case, N, F)
     sums = unwritten(case, kernels.inner_partial_rows(N), F, dtype=torch.float32) if case.bias else None
-    build.maps = [*(rows_map(x, 64) for x in (dz, up, down)), rows_map(got_du, 16, 32)]
+    build.maps = [*(rows_map(x, 64) for x in (dz, up, down)), rows_map(got_du, 16)]
     build.lead = [kept, sums]
     check_gradient(case, build, du @ up.double())
     close("du", got_du, du)

@@ -13,7 +13,7 @@ def attention_launches() -> dict[str, tuple[Any, str, dict[str, str], dict[str, 
     from ridgeline.ops.attention.long import PART_ROWS, default_launches
 
     scalars = dict.fromkeys(("site", "sample_offset", "H"), "i32") | dict.fromkeys(("scale", "kept"), "fp32")
-    scalars |= {"T": "i32/16", "R": "i32/16"}
+    scalars |= {"T": "i32/16"}
 
     def strides(names: str) -> dict[str, str]:
         return scalars | {f"{name}_{axis}": "i32/16" for name in names.split() for axis in "bth"}
@@ -26,37 +26,28 @@ def attention_launches() -> dict[str, tuple[Any, str, dict[str, str], dict[str, 
         return {"QUERIES": launch.rows, "KEYS": launch.columns}
 
     def keys(launch: Launch, dtype: str, **more: Any) -> tuple[Any, str, dict[str, str], dict[str, Any], Launch]:
-        pointers = f"fp32 lse delta; i64 seed_step; {dtype} q k v d_out dk dv" + (
-            "" if "table_ptr" in more else " table"
-        )
-        names = strides("q k v do dk dv") | {"part": "i32/16"}
+        pointers = f"fp32 lse delta; i64 seed_step; {dtype} q k v d_out dk dv" + ("" if "r_ptr" in more else " r")
+        names = strides("q k v r do dk dv") | {"part": "i32/16"}
         return kernels.key_gradient_kernel, pointers, names, constants | {"PARTS": 1} | tile(launch) | more, launch
 
     return {
         "attention forward, relative": (
             kernels.forward_kernel,
-            "bf16 q k v out table; fp32 lse; i64 seed_step",
-            strides("q k v o"),
+            "bf16 q k v out r; fp32 lse; i64 seed_step",
+            strides("q k v r o"),
             constants | {"SWEEPS": 1} | tile(relative.forward),
             relative.forward,
         ),
         "attention dQ, relative": (
             kernels.query_gradient_kernel,
-            "fp32 lse delta; i64 seed_step; bf16 q k v d_out out dq table",
-            strides("q k v o do dq"),
+            "fp32 lse delta; i64 seed_step; bf16 q k v d_out out dq r dr",
+            strides("q k v r o do dq"),
             constants | tile(relative.queries),
             relative.queries,
         ),
         "attention dK dV, relative": keys(relative.keys, "bf16"),
-        "attention table": (
-            kernels.table_gradient_kernel,
-            "fp32 lse delta parts; i64 seed_step; bf16 q k v d_out table",
-            strides("q k v do") | {"units": "i32"},
-            constants | {"TILE": relative.table.rows},
-            relative.table,
-        ),
-        "attention dK dV, width 128": keys(wide.keys, "bf16", SHARE=8, PARTS=2, D=128, THRESHOLD=0, table_ptr=None),
-        "attention dK dV, fp32": keys(exact.keys, "fp32", THRESHOLD=0, table_ptr=None),
+        "attention dK dV, width 128": keys(wide.keys, "bf16", SHARE=8, PARTS=2, D=128, THRESHOLD=0, r_ptr=None),
+        "attention dK dV, fp32": keys(exact.keys, "fp32", THRESHOLD=0, r_ptr=None),
         "attention parts of dK dV": (
             kernels.key_parts_kernel,
             "fp32 parts; bf16 dk dv",

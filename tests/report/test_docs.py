@@ -111,8 +111,9 @@ def test_the_newest_record_counts():
 
 def test_windows_and_contexts():
     records = [samples.ladder(), samples.smaller(), *samples.sweep()]
-    assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "77.6 k", "39.1 k"]
-    assert [row[1] for row in rows(docs.contexts(records))] == ["128", "256", "512", "1024", "2048"]
+    assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "8.83 k", "77.6 k", "39.1 k"]
+    text = docs.written("<!-- from records: contexts -->\n<!-- end -->", records)
+    assert [row[1] for row in rows(text)] == ["128", "256", "512", "1024", "2048"]
     assert docs.windows([samples.ladder()]) == docs.MISSING
 
 
@@ -148,3 +149,26 @@ def test_every_image_that_a_document_shows_is_there():
         text = (ROOT / name).read_text(encoding="utf-8")
         for place in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
             assert (ROOT / name).parent.joinpath(place).is_file(), f"{name} shows {place}; run: make docs"
+
+
+def test_engines_stand_beside_each_other_in_one_order():
+    measured = (
+        ("best", 1.0, 0, None),
+        ("compile+graph", 2.0, 0, None),
+        ("liger", 2.5, 0, None),
+        ("best", 1.1, 1, None),
+        ("eager", 8.0, 1, 3.2),
+        ("compile+graph", 2.1, 1, 29.7),
+    )
+    results = [
+        replace(samples.result(name, ms, 32, 256, group=group), first_step_s=first)
+        for name, ms, group, first in measured
+    ]
+    record = samples.record("bench", "gpt2-c256", 32, 256, contenders=results)
+    text = docs.written("<!-- from records: engines -->\n<!-- end -->", [record])
+    table = rows(text)
+    assert [row[1] for row in table] == ["`eager`", "`compile+graph`", "`liger`", "`best`"]
+    assert [row[2] for row in table] == ["8", "2", "2.5", "1"]
+    assert [row[-2] for row in table] == ["3", "30", "–", "–"]  # the first step, from the group that measured it
+    assert [row[-1] for row in table] == ["7.27×", "2.00×", "2.50×", "–"]  # each within its group
+    assert docs.MISSING in docs.written("<!-- from records: engines -->\n<!-- end -->", [samples.ladder()])

@@ -14,7 +14,7 @@ import pytest
 from report import samples
 from ridgeline.cli import main
 from ridgeline.records import write_record
-from ridgeline.report.page import build_page, write_images
+from ridgeline.report.page import CONTENTS, build_page, write_images
 from ridgeline.report.palette import PAGE
 
 
@@ -87,6 +87,15 @@ def test_the_same_records_give_the_same_page():
     assert build_page(records) == build_page(records)
 
 
+def test_a_long_list_of_contents_is_closed_and_equal_titles_are_told_apart():
+    assert "<details open><summary>Contents" in build_page([samples.smaller()])
+    page = build_page([samples.smaller()] * (CONTENTS + 1))
+    assert "<details><summary>Contents" in page
+    titles = re.findall(r'<li><a href="#chapter-\d+">(.*?)</a>', page)
+    assert len(set(titles)) == len(titles) > CONTENTS
+    assert "hal-5m, batch 512 × 128, bf16, record 2" in titles
+
+
 def test_images(tmp_path):
     files = write_images([samples.smaller()], tmp_path / "png")
     assert [file.name for file in files] == ["speed-0.png", "phases-0.png", "layers-0.png"]
@@ -116,6 +125,17 @@ def test_a_record_that_was_edited_or_is_of_another_version_is_refused(tmp_path, 
     assert main(["report", str(file), "-o", str(tmp_path / "r.html")]) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_page_takes_the_place_of_a_page_alone(tmp_path, capsys):
+    file = write_record(samples.smaller(), tmp_path / "a.json")
+    before, out = file.read_bytes(), tmp_path / "r.html"
+    assert main(["report", str(file), "-o", str(file)]) == 2
+    assert "a.json is there already and is no page; choose another -o" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    out.touch()
+    for _ in range(2):  # over an empty file, and over a page
+        assert main(["report", str(file), "-o", str(out)]) == 0
 
 
 def test_no_records_is_an_error(tmp_path, capsys):

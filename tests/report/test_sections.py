@@ -122,6 +122,9 @@ def test_sweeps_over_batch_and_cards():
     assert table["eager"] == ["1.84 M", "–"]
     again = replace(base, date="2026-12-24T00:00:00+00:00")
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
+    alone = replace(again, contenders=again.contenders[:1])
+    assert sweeps([alone, base, larger])[0].members == {512: 1, 1024: 2}  # that has PyTorch beside `best`
+    assert [sweep.kind.name for sweep in sweeps([base, replace(two, date=again.date)])] == []  # not of one run
 
 
 def test_numbers_of_cards_in_one_record_are_a_sweep():
@@ -153,11 +156,20 @@ def test_names_on_a_roofline_are_short():
     assert short("qkv or mlp_up") == "qkv …"
 
 
-def test_curves_are_drawn_over_steps_and_seconds_and_rows_are_tables():
+def test_curves_are_drawn_over_steps_seconds_and_positions_and_rows_are_tables():
     titles = [section.title for section in curve_sections(samples.study(), 0)]
     assert titles == ["Loss: gpt2-c256", "Loss over time: gpt2-c256", "Standings"]
     rows = [[cell.text for cell in row] for row in list(curve_sections(samples.study(), 0))[2].table.rows]
     assert rows == [["gpt2-c256", "4.84 M", "1.61"]]
+    runs = [
+        {**c, "tokens": [512 * x for x in c["x"]]} if "rows" not in c and not c.get("line") else c
+        for c in samples.study().curves
+    ]
+    sections = list(curve_sections(replace(samples.study(), curves=runs), 0))
+    assert [section.key for section in sections[:3]] == ["loss-0", "loss-0-seconds", "loss-0-tokens"]
+    for section in sections[:3]:  # counted lines stand in every one of them, as long as the longest run
+        last = {row[0].text: row[2].text for row in section.table.rows}
+        assert last["2-gram"] == max(last.values(), key=float)
     (strength,) = curve_sections(samples.race(), 0)
     assert strength.title == "Strength: boxing"
 

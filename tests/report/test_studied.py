@@ -10,7 +10,7 @@ from ridgeline.records import ContenderResult, Record
 from ridgeline.report import docs, studied
 
 
-def study(target: float | None = None, gpus: int = 1) -> Record:
+def study(target: float | None = None, gpus: int = 1, steps: int = 1200) -> Record:
     rows: list[dict[str, Any]] = [
         {"contender": name, "parameters": 4_837_888, "learning_rate": 2e-3, "at_edge": name == "b", "best_loss": 1.49,
          "best_spread": 0.0021, "final_loss": 1.5, "final_spread": None, "tokens_per_s": 7.2e6}
@@ -23,7 +23,7 @@ def study(target: float | None = None, gpus: int = 1) -> Record:
     curves = [
         {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5]},
         {"figure": "standings", "name": "standings", "rows": rows},
-        {"figure": "setting", "name": "setting", "seeds": 3, "target": target},
+        {"figure": "setting", "name": "setting", "seeds": 3, "target": target, "steps": {"a": steps}},
     ]
     made = samples.record("study", "tinyshakespeare", 32, 256, curves=curves)
     return replace(made, gpus=gpus, contenders=[ContenderResult(name="a", step_ms=1.1)])
@@ -41,7 +41,26 @@ def test_a_comparison_and_a_recipe_are_told_apart():
     assert "| `a` | 1.100 | 1.4900 ± 0.0021 | 3 of 3 | 740 | 1.23 ± 0.05 | – |" in text
     assert "| `b` | – | 1.4900 ± 0.0021 | 2 of 3 | – | – | – |" in text
     assert set(studied.pictures(records)) == {"comparison", "recipe"}
+    assert studied.article(records) == studied.MISSING
+    both = [study(2.4844, steps=200), *records]
+    assert "held 2.4844" in studied.article(both)
+    assert studied.recipe(both) == text
     assert studied.comparison([study(gpus=0)]) == studied.recipe([study()]) == studied.MISSING
+
+
+def test_what_all_contenders_share_is_said_once():
+    record = study(2.4844, steps=200)
+    both = "+optimizer.lr=3e-4+optimizer.floor=3e-4"
+    renamed = [f"a{both}", f"a+kv_heads=1{both}"]
+    curves = [
+        {**curve, "rows": [{**row, "contender": name} for row, name in zip(curve["rows"], renamed, strict=True)]}
+        if "rows" in curve else curve
+        for curve in record.curves
+    ]  # fmt: skip
+    text = studied.article([replace(record, curves=curves)])
+    assert "2026-11-29: all with `optimizer.lr=3e-4`, `optimizer.floor=3e-4`:" in text
+    assert "| `a` |" in text
+    assert "| `a+kv_heads=1` |" in text
 
 
 def test_norms():
@@ -61,6 +80,28 @@ def test_norms():
     assert studied.divergence([study()]) == studied.MISSING
 
 
+def test_whole_commands():
+    row = {"seed": 0, "caches": "full", "imports_s": 3.5, "data_s": 0.01, "first_step_s": 1.25, "held_s": 1.31,
+           "held_at_step": 800, "training_s": 1.97, "in_all_s": 9.0}  # fmt: skip
+    short = {**row, "caches": "empty", "first_step_s": 22.0, "held_s": None, "held_at_step": None}
+    curves = [{"figure": "starts", "name": "shakespeare-fast", "target": 1.4697, "rows": [row, short]}]
+    record = samples.record("study", "tinyshakespeare", 32, 256, curves=curves)
+    text = studied.starts([study(), record])
+    assert "training to 1.4697, s" in text
+    assert "| 0 | full | 3.50 | 0.01 | 1.25 | 1.31 | 800 | 1.97 | 9.00 |" in text
+    assert "| 0 | empty | 3.50 | 0.01 | 22.00 | – | – | – | – |" in text
+    assert studied.starts([study(), replace(record, gpus=0)]) == studied.MISSING
+
+
+def test_an_inversion():
+    ways = [samples.result(name, ms, 32, 256) for name, ms in (("a:eager", 4.0), ("b:compile", 3.0))]
+    record = samples.record("study", "a", 32, 256, contenders=ways)
+    text = studied.inversion([study(), record])
+    assert text.splitlines()[4].startswith("| `b:compile` | 3.000 | ")
+    assert text.splitlines()[5].startswith("| `a:eager` | 4.000 | ")
+    assert studied.inversion([study()]) == studied.MISSING
+
+
 def test_long_windows_stand_beside_the_accounting():
     long, short = (samples.record("bench", "gpt2-c256", 4, context, contenders=[
         samples.result("best", 2.0, 4, context), samples.result("compile+graph", 4.0, 4, context)
@@ -73,6 +114,6 @@ def test_long_windows_stand_beside_the_accounting():
 
 
 def test_documents_take_them():
-    for name in ("comparison", "recipe", "divergence", "long-windows"):
+    for name in ("comparison", "recipe", "divergence", "starts", "inversion", "article", "long-windows"):
         text = f"<!-- from records: {name} -->\nold\n<!-- end -->"
         assert docs.written(text, []) == text.replace("old", studied.MISSING)

@@ -8,8 +8,7 @@ import pytest
 from command_line import last_json, refused, run
 from ridgeline.games.boxing import archive
 from ridgeline.records import read_record
-
-SMALL = "boxing+layers=1+width=32+heads=2+window.context=8+context=8+batch=8"
+from study.race_helpers import SMALL
 
 
 @pytest.fixture(autouse=True)

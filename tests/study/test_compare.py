@@ -168,8 +168,11 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["contenders"] == said["contenders"]
     assert stamps == {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").rglob("*.json")}
-    assert main([*arguments, "--seeds", "3"]) == 2
-    assert "another study (seeds differ)" in capsys.readouterr().err.replace("\n", " ")
+    assert main([*arguments, "--steps", "9"]) == 2
+    assert "another study (contenders differ)" in capsys.readouterr().err.replace("\n", " ")
+    assert main([*arguments, "--seeds", "3"]) == 0  # one more run of each, the others are there
+    assert {**stamps, **{file: file.stat().st_mtime_ns for file in stamps}} == stamps
+    assert len(list((tmp_path / "out").rglob("result.json"))) == 2 * 3
 
 
 def test_whole_recipes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

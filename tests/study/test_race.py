@@ -2,56 +2,26 @@
 
 import dataclasses
 import itertools
-import shutil
 import time
 
 import pytest
 import torch
 
 from ridgeline import checkpoint
-from ridgeline.data import api
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError, WorkerError
-from ridgeline.games.boxing import archive
 from ridgeline.play import GameResult
-from ridgeline.play.ledger import Ledger
 from ridgeline.records import from_json, read_record, to_json, write_record
 from ridgeline.study import clocked, race
 from ridgeline.study.clocked import Point, Task, checkpoint_name, grid_until, read_points, train_on_clock
 from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at
-from ridgeline.study.race import Games, Race, Watcher, open_race, run_race
+from ridgeline.study.race import Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
 from ridgeline.train.settings import to_dict
-
-SMALL = "boxing+layers=1+width=32+heads=2+window.context=8+context=8+batch=8"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    few = sorted(archive.load(), key=lambda game: len(game.labels))[:3]
-    api.prepare_boxing(folder / "set", archive.save(folder / "few.xz", few), processes=1)
-    return api.load_dataset(folder / "set")
+from study.race_helpers import SMALL, make_race, racers
 
 
-def racers(data, *words, minutes=0.02):
-    settings = {"data": str(data.path), "minutes": minutes, "device": "cpu", "precision": "auto"}
-    return find_racers(words, data, settings)
-
-
-def make_race(data, *words, count=1, minutes=0.02, grid=(0.5,)):
-    games = Games(count=count, level=0, temperature=1.0, first_seed=5_000, device="cpu", cache="exact")
-    contenders = racers(data, *words, minutes=minutes)
-    return Race(
-        contenders=contenders,
-        grid=grid_until(60 * minutes, grid),
-        games=games,
-        data=data.name,
-        fingerprint=data.fingerprint,
-    )
-
-
-def test_contenders_carry_engine_and_seed(data):
-    one, two = racers(data, SMALL, f"{SMALL}:compile:7")
+def test_contenders_carry_engine_and_seed(few_games):
+    one, two = racers(few_games, SMALL, f"{SMALL}:compile:7")
     assert (one.config.engine, one.config.seed, two.config.engine, two.config.seed) == ("eager", 0, "compile", 7)
     assert (one.config.model.decoder.width, one.config.minutes, one.config.steps) == (32, 0.02, None)
     assert one.folder != two.folder
@@ -71,22 +41,24 @@ def test_contenders_carry_engine_and_seed(data):
         (["nowhere.toml"], ConfigError, "cannot be read"),
     ],
 )
-def test_contenders_that_cannot_be(data, words, error, says):
+def test_contenders_that_cannot_be(few_games, words, error, says):
     with pytest.raises(error, match=says):
-        racers(data, *words)
+        racers(few_games, *words)
 
 
-def test_more_cards_than_there_are_are_refused(data):
+def test_more_cards_than_there_are_are_refused(few_games):
     with pytest.raises(ConfigError, match="gpus must be 1"):
-        find_racers(["boxing"], data, {"data": str(data.path), "minutes": 1.0}, gpus=torch.cuda.device_count() + 2)
+        find_racers(
+            ["boxing"], few_games, {"data": str(few_games.path), "minutes": 1.0}, gpus=torch.cuda.device_count() + 2
+        )
 
 
 def test_the_grid_begins_at_zero_and_ends_with_the_training():
     assert grid_until(60.0, (30, 10, 10, 60, 90)) == (0.0, 10.0, 30.0, 60.0)
 
 
-def test_training_by_the_clock_leaves_checkpoints_and_goes_on(data, tmp_path):
-    (contender,) = racers(data, SMALL)
+def test_training_by_the_clock_leaves_checkpoints_and_goes_on(few_games, tmp_path):
+    (contender,) = racers(few_games, SMALL)
     task = Task(to_dict(contender.config), str(tmp_path / "one"), (0.0, 0.4, 0.8, 1.2), 1)
     training = train_on_clock(task)
     seen = []
@@ -108,8 +80,8 @@ def test_training_by_the_clock_leaves_checkpoints_and_goes_on(data, tmp_path):
     assert (saved.meta["step"], saved.meta["data"]["position"]) == (seen[-1].steps, seen[-1].samples)
 
 
-def test_the_clock_waits_for_its_turn(data, tmp_path):
-    (contender,) = racers(data, SMALL)
+def test_the_clock_waits_for_its_turn(few_games, tmp_path):
+    (contender,) = racers(few_games, SMALL)
     called = []
 
     def ready():
@@ -123,8 +95,8 @@ def test_the_clock_waits_for_its_turn(data, tmp_path):
     assert 0.2 <= last.seconds < 0.6
 
 
-def test_the_steps_that_prepare_are_taken_back(data, tmp_path):
-    (contender,) = racers(data, f"{SMALL}:eager:3")
+def test_the_steps_that_prepare_are_taken_back(few_games, tmp_path):
+    (contender,) = racers(few_games, f"{SMALL}:eager:3")
     run = clocked._Clocked(contender.config, tmp_path)
     run.leave(0.0)
     before = checkpoint.load(tmp_path / checkpoint_name(0.0))
@@ -141,8 +113,8 @@ def test_the_steps_that_prepare_are_taken_back(data, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
-    ours = make_race(data, SMALL, f"{SMALL}:eager:1", grid=())
+def test_a_race_goes_on_where_games_were_lost(few_games, tmp_path, monkeypatch):
+    ours = make_race(few_games, SMALL, f"{SMALL}:eager:1", grid=())
     open_race(ours, tmp_path)
 
     def dies(jobs, ledger, **settings):
@@ -179,130 +151,9 @@ def test_a_race_goes_on_where_games_were_lost(data, tmp_path, monkeypatch):
             assert curve["low"] <= curve["y"] <= curve["high"]
 
 
-@pytest.fixture
-def finished(data, tmp_path):
-    """A race of one contender in its folder, trained and played."""
-    ours = make_race(data, SMALL, minutes=0.005, grid=())
-    open_race(ours, tmp_path)
-    (contender,) = ours.contenders
-    train(ours, contender, tmp_path)
-    keep_games(ours, contender, tmp_path)
-    return ours, tmp_path, tmp_path / contender.folder
-
-
-def train(ours, contender, folder):
-    """Train here what a race trains in processes of their own."""
-    threads = torch.get_num_threads()
-    for _ in train_on_clock(Task(to_dict(contender.config), str(folder / contender.folder), ours.grid, threads)):
-        pass
-
-
-def keep_games(ours, contender, folder):
-    """Games as if they had been played."""
-    ledger = Ledger(folder / race.GAMES)
-    for job in race._jobs(ours, folder, contender):
-        for seed in job.seeds:
-            ledger.add(job.key, GameResult(seed=seed, level=0, dealt=seed % 9, taken=0, knockout=1, steps=9))
-
-
-def without_checkpoints(folder):
-    for saved in folder.glob("*/at-*"):
-        shutil.rmtree(saved)
-
-
-def test_what_is_done_needs_no_checkpoints(finished, monkeypatch):
-    ours, folder, _ = finished
-    without_checkpoints(folder)
-    monkeypatch.setattr(race, "train_on_clock", None)
-    outcome = run_race(ours, folder, threads=1, processes=1, timeout=60)
-    (name,) = outcome.points
-    assert [point.at for point in outcome.points[name]] == [0.0, 0.3]
-    assert [(game.at, game.result.seed, game.result.dealt) for game in outcome.games] == [(0.3, 5_000, 5)]
-    assert [(line["from"], line["card"]) for line in outcome.machines[name]] == [(0.0, "CPU")]
-    record = make_record(ours, outcome)
-    (setting,) = (curve for curve in record.curves if curve["figure"] == "setting")
-    assert setting["machines"] == outcome.machines
-
-
-def test_a_checkpoint_that_is_still_needed_is_asked_for_before_anything_is_trained(finished, monkeypatch):
-    ours, folder, place = finished
-    monkeypatch.setattr(race, "train_on_clock", None)
-    last = checkpoint_name(0.3)
-    aside = shutil.move(place / last, folder / "aside")
-    (folder / race.GAMES).unlink()
-    with pytest.raises(ConfigError, match=rf"at 0.3 s has games left to play, .*{last}, which is not there; bring it"):
-        run_race(ours, folder, threads=1, processes=1, timeout=60)
-    shutil.copytree(place / checkpoint_name(0.0), place / last)
-    with pytest.raises(ConfigError, match=rf"{last}, but what lies there is another one"):
-        run_race(ours, folder, threads=1, processes=1, timeout=60)
-    shutil.rmtree(place / last)
-    shutil.move(aside, place / last)
-    points = (place / clocked.POINTS).read_text().splitlines(keepends=True)
-    (place / clocked.POINTS).write_text(points[0])
-    shutil.rmtree(place / checkpoint_name(0.0))
-    with pytest.raises(ConfigError, match=r"goes on from the checkpoint .*at-000000.0s, which is not there"):
-        run_race(ours, folder, threads=1, processes=1, timeout=60)
-
-
-def test_games_are_spread_over_the_cards_of_a_race(finished):
-    ours, folder, _ = finished
-    (contender,) = ours.contenders
-    many = dataclasses.replace(ours.games, count=30, device="auto")
-    for gpus, devices in ((1, ["cpu"] * 4), (2, ["cuda:0", "cuda:1"] * 2)):
-        jobs = race._jobs(dataclasses.replace(ours, games=many, gpus=gpus), folder, contender)
-        assert [job.load.args[1] for job in jobs] == devices
-
-
-def test_games_of_an_earlier_training_are_not_taken_for_those_of_a_new_one(finished):
-    ours, folder, place = finished
-    shutil.rmtree(place)
-    (contender,) = ours.contenders
-    train(ours, contender, folder)
-    (job,) = race._jobs(ours, folder, contender)
-    assert len((folder / race.GAMES).read_text().splitlines()) == 1
-    assert Ledger(folder / race.GAMES).find(job.key, job.level, job.seeds) == {}
-
-
-def test_contenders_join_a_race(data, finished):
-    ours, folder, _ = finished
-    without_checkpoints(folder)
-    more = make_race(data, SMALL, f"{SMALL}:eager:1", minutes=0.005, grid=())
-    open_race(more, folder)
-    open_race(ours, folder)  # which takes nobody out
-    _, joined = more.contenders
-    train(more, joined, folder)
-    keep_games(more, joined, folder)
-    outcome = run_race(more, folder, threads=1, processes=1, timeout=60)
-    assert [curve["name"] for curve in make_record(more, outcome).curves if curve["figure"] == "race"] == [
-        contender.name for contender in more.contenders
-    ]
-    assert len(outcome.games) == 2
-    other = make_race(data, f"{SMALL}:eager:1", minutes=0.005, grid=())
-    (odd,) = other.contenders
-    odd = dataclasses.replace(odd, config=dataclasses.replace(odd.config, batch=16))
-    with pytest.raises(ConfigError, match=r"another race \(contenders\.boxing.*\.batch expected 16, got 8\)"):
-        open_race(dataclasses.replace(other, contenders=(odd,)), folder)
-    odd = dataclasses.replace(odd, name=odd.name.replace(":", "-"))
-    with pytest.raises(ConfigError, match=r"has the folder of boxing.*-eager-1; choose another --out"):
-        open_race(dataclasses.replace(other, contenders=(odd,)), folder)
-
-
-def test_a_race_goes_on_under_another_device_but_not_on_another_kind_of_card(finished, monkeypatch):
-    ours, folder, place = finished
-    (contender,) = ours.contenders
-    elsewhere = dataclasses.replace(contender, config=dataclasses.replace(contender.config, device="cuda:1"))
-    moved = dataclasses.replace(ours, contenders=(elsewhere,))
-    open_race(moved, folder)
-    monkeypatch.setattr(race, "card", lambda config: "NVIDIA H200")
-    points = (place / clocked.POINTS).read_text().splitlines(keepends=True)
-    (place / clocked.POINTS).write_text(points[0])
-    with pytest.raises(ConfigError, match=r"not those of another \(boxing.* on CPU, boxing.* on NVIDIA H200\)"):
-        run_race(moved, folder, threads=1, processes=1, timeout=60)
-
-
 @pytest.mark.slow
-def test_a_training_that_diverges_ends_and_the_race_goes_on(data, tmp_path, monkeypatch):
-    ours = make_race(data, f"{SMALL}+optimizer.lr=1e30", SMALL, grid=())
+def test_a_training_that_diverges_ends_and_the_race_goes_on(few_games, tmp_path, monkeypatch):
+    ours = make_race(few_games, f"{SMALL}+optimizer.lr=1e30", SMALL, grid=())
     open_race(ours, tmp_path)
     odd, sound = ours.contenders
     outcome = run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
@@ -316,11 +167,11 @@ def test_a_training_that_diverges_ends_and_the_race_goes_on(data, tmp_path, monk
     assert run_race(ours, tmp_path, threads=1, processes=1, timeout=60) == outcome
 
 
-def test_a_folder_of_something_else_is_refused(data, tmp_path):
-    ours = make_race(data, SMALL)
+def test_a_folder_of_something_else_is_refused(few_games, tmp_path):
+    ours = make_race(few_games, SMALL)
     open_race(ours, tmp_path / "a")
     open_race(ours, tmp_path / "a")
-    assert str(data.path) not in (tmp_path / "a" / "race.json").read_text()
+    assert str(few_games.path) not in (tmp_path / "a" / "race.json").read_text()
     other = dataclasses.replace(ours, games=dataclasses.replace(ours.games, level=3))
     with pytest.raises(ConfigError, match=r"holds another race \(games.level expected 3, got 0\)"):
         open_race(other, tmp_path / "a")
@@ -367,10 +218,10 @@ def test_a_target_is_reached_from_when_on_it_holds():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["eager", "best"])
-def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(data, tmp_path, engine):
+def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(few_games, tmp_path, engine):
     wide = SMALL.replace("width=32", "width=64")
-    settings = {"data": str(data.path), "minutes": 0.02, "device": "cuda", "precision": "fp32"}
-    (contender,) = find_racers([f"{wide}:{engine}"], data, settings)
+    settings = {"data": str(few_games.path), "minutes": 0.02, "device": "cuda", "precision": "fp32"}
+    (contender,) = find_racers([f"{wide}:{engine}"], few_games, settings)
     losses = []
     for drawn in (True, False):
         run = clocked._Clocked(contender.config, tmp_path / str(drawn))

@@ -1,20 +1,24 @@
 """Searches: what may be chosen, what is never trained, what is judged how, and a storage that goes on."""
 
 import dataclasses
+import itertools
 import json
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ridgeline.cli import main
 from ridgeline.data.api import load_dataset
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.presets import find_config
 from ridgeline.records import read_record
 from ridgeline.study import search as module
+from ridgeline.study import storage
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
@@ -22,7 +26,8 @@ from ridgeline.study.trials import Goal, Trial, best_of, front
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
 
-pytest.importorskip("optuna", reason="the extra search is not installed")
+IntegrityError = pytest.importorskip("sqlalchemy.exc", reason="the extra search is not installed").IntegrityError
+optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
 SMALL = "gpt2-c256+layers=1+width=16+heads=2+context=16+window.context=16+batch=2"
 SPACE = ["layers=1", "width=16", "kv_heads=all", "mlp_ratio=2", "context=16", "batch=2", "lr=1e-3:1e-2"]
 
@@ -165,7 +170,8 @@ def test_target_that_is_held_ends_a_trial(text: Path, tmp_path: Path, capsys: py
 
 def test_target_out_of_reach_is_said(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(options(text, tmp_path / "out", "--target", "loss=0.001")) == 0
-    assert "was not held; the best came to" in " ".join(capsys.readouterr().out.split())
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"loss=0.001 was not held in 0.8 s of training: the best, trial \d+, came to \d\.\d+; it ", said)
 
 
 def test_what_cannot_be_fast_enough_is_never_trained(
@@ -185,11 +191,49 @@ def test_what_cannot_be_fast_enough_is_never_trained(
         (["--budget", "soon"], "no time"),
         (["--target", "ko=0.9"], "knockouts are of games"),
         (["--storage", "mysql://"], "cannot be used"),
+        (["--space", "width=17,33"], "width=17 is no multiple of the base's head width 8; width=33 is no multiple"),
     ],
 )
 def test_bad_input(text: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options(text, tmp_path / "out"), *more]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_two_that_make_a_storage_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slower one finds the tables there, and takes them; what is wrong for longer is told."""
+    real, calls = optuna.create_study, []
+
+    def slower(*args: object, **named: object) -> object:
+        calls.append(named)
+        if len(calls) < 3:
+            raise IntegrityError("insert", {}, Exception("UNIQUE constraint failed: alembic_version.version_num"))
+        return real(*args, **named)
+
+    monkeypatch.setattr(optuna, "create_study", slower)
+    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
+    url = f"sqlite:///{tmp_path / 'shared.db'}"
+    assert storage.opened(url, {"a": 1}).user_attrs["plan"] == {"a": 1}
+    assert len(calls) == 3
+    with pytest.raises(ConfigError, match=r"another search \(a differ\)"):
+        storage.opened(url, {"a": 2})
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    calls.clear()
+    with pytest.raises(RidgelineError, match="the storage X cannot be used"), storage.storage_errors("X"):
+        storage.opened(url, {"a": 1})
+
+
+@pytest.mark.parametrize("direction", ["minimize", "maximize"])
+def test_somebody_elses_study_is_left_alone(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], direction: str
+) -> None:
+    url = f"sqlite:///{tmp_path / 'theirs.db'}"
+    theirs = optuna.create_study(study_name="search", storage=url, direction=direction)
+    if direction == "minimize":
+        theirs.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
+    before = len(theirs.trials)
+    assert main([*options(text, tmp_path / "out"), "--storage", url]) == 2
+    assert "a study called 'search' of something else; give a new --out or --storage" in capsys.readouterr().err
+    assert len(theirs.trials) == before
 
 
 def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +272,7 @@ def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> Non
             pass
 
     config = dataclasses.replace(base, steps=None, tokens=None, minutes=0.5 / 60, eval_windows=2)
-    attempts = [module._Attempt(plan, tmp_path, this_machine(base), Told()) for _ in range(2)]  # type: ignore[arg-type]
+    attempts = [module._Attempt(plan, tmp_path, this_machine(base), Told(), 60.0) for _ in range(2)]  # type: ignore[arg-type]
     assert [attempt._train(config) for attempt in attempts] == [False, False]
     first, again = attempts
     assert first.reached is not None
@@ -238,12 +282,71 @@ def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> Non
 def test_a_search_in_which_nothing_is_possible_says_why(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "REFUSALS", 6)
+    monkeypatch.setattr(module, "train_on_clock", lambda task: pytest.fail("trained"))
     impossible = ["--space", "width=16,32,64,128,256,512", "--least-steps", "999999999"]
-    assert main([*options(text, tmp_path / "out", budget="10m"), *impossible]) == 2  # refusals end it, not the clock
+    assert main([*options(text, tmp_path / "out", budget="10m"), *impossible]) == 2  # before any time has passed
     said = " ".join(capsys.readouterr().err.split())
-    assert "none of 6 trials came to an end (takes at most" in said
-    assert said.endswith("give smaller candidates to --space, or a longer --trial and --budget")
+    assert "nothing in the space can be trained (takes at most" in said
+    assert said.endswith("; give other candidates to --space, or a longer --trial and --budget")
+
+
+def test_a_search_that_meets_refusals_only_ends(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one candidate in very many is possible, refusals end it and not the clock; the first few are told."""
+    monkeypatch.setattr(module, "REFUSALS", 8)
+    monkeypatch.setattr(module, "_possible", lambda plan, machine: [{}])
+    assert main([*options(text, tmp_path / "out", budget="10m"), "--least-steps", "999999999"]) == 2
+    said = capsys.readouterr().err
+    assert "none of 8 trials came to an end (takes at most" in said
+    assert said.count(" refused: ") == 5
+    assert "further refusals are only counted" in said
+
+
+def test_a_refusal_is_followed_by_what_is_possible(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 40 widths one can be trained: the sampler alone would find it in one of 40 trials."""
+    widths = ",".join(["16", *(str(17 + 2 * n) for n in range(39))])
+    assert main(options(text, tmp_path / "out", "--json", "--space", *SPACE, f"width={widths}", budget="6s")) == 0
+    states = [t["state"] for t in json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]]
+    assert "complete" in states
+    assert ("refused", "refused") not in itertools.pairwise(states)
+
+
+def test_a_base_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "search"]) == 2
+    assert (
+        capsys.readouterr().err.strip() == "ridgeline: a search varies a base: ridgeline study search --base gpt2-c256"
+    )
+
+
+def test_time_that_is_not_training_counts(tmp_path: Path) -> None:
+    """A trial is not begun where set-up and validations would carry it beyond the budget; the first one always is."""
+    base = find_config(SMALL)
+    plan = Search(base=base, space={}, goal=Goal(kind="loss"), budget_s=100.0, trial_s=10.0)
+    ended = [dataclasses.replace(trial(n, (10.0, 2.0)), wall_s=wall) for n, wall in enumerate((25.0, 30.0, 90.0))]
+    assert module._time_for_another(plan, [trial(0, state="refused")], 101.0)
+    assert not module._time_for_another(plan, [trial(0, state="failed")], 90.1)
+    assert module._time_for_another(plan, ended, 70.0)
+    assert not module._time_for_another(plan, ended, 70.1)
+
+
+def test_a_trial_of_endless_validations_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = override(find_config(SMALL), {"device": "cpu", "precision": "fp32", "engine": "eager"})
+    plan = Search(base=base, space={}, goal=Goal(kind="loss"), budget_s=100.0, trial_s=10.0)
+    now = iter(float(seconds) for seconds in (0, 5, 20, 36))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    attempt = module._Attempt(plan, tmp_path, this_machine(base), None, left=100.0)  # type: ignore[arg-type]
+    for count in (
+        1,
+        2,
+    ):  # ready in 5 s and 15 s a point: 140 s in all, a trial's training and 30 s beyond what was left
+        attempt.path = [(1.0, 1.0)] * count
+        attempt._check_time()
+    attempt.path.append((1.0, 1.0))
+    with pytest.raises(RidgelineError, match="would take 144 s with its validations, 100 s of the budget were left"):
+        attempt._check_time()
 
 
 def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +365,7 @@ def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pyte
         def should_prune(self) -> bool:
             return False
 
-    attempt = module._Attempt(plan, tmp_path, this_machine(base), Told())  # type: ignore[arg-type]
+    attempt = module._Attempt(plan, tmp_path, this_machine(base), Told(), 60.0)  # type: ignore[arg-type]
     point = module.Point(
         at=1.0, seconds=1.0, steps=1, samples=1, tokens=1, train_loss=1.0, val_loss=1.0, setup_s=0.0, checkpoint="0"
     )

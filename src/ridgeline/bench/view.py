@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from ridgeline.bench.ratios import baselines, ratio
+from collections.abc import Callable
+
+from ridgeline.bench.explain_view import amount
+from ridgeline.bench.ratios import SUBJECT, baselines, over_pytorch, ratio
 from ridgeline.records import ContenderResult, Record
 
 REFERENCE = "compile+graph"
+NONE = "–"
 
 
 def _reference(record: Record, group: int) -> str | None:
@@ -22,22 +26,53 @@ def against(result: ContenderResult, record: Record) -> str:
 
 
 def _cell(value: float | None, scale: float, form: str) -> str:
-    return "–" if value is None else format(value * scale, form)
+    return NONE if value is None else format(value * scale, form)
 
 
-def _line(result: ContenderResult, record: Record) -> str:
-    cards = "" if result.gpus is None else f"{result.gpus:>7}"
-    if result.error is not None:
-        return f"{result.name:<30}{result.group:>5}{cards}  {result.error}"
-    return (
-        f"{result.name:<30}{result.group:>5}{cards}"
-        f"{_cell(result.step_ms, 1, '.3f'):>10}{_cell(result.spread, 100, '.1f'):>7}"
-        f"{_cell(result.tokens_per_s, 1e-3, ',.0f'):>11}{_cell(result.windows_per_s, 1, ',.0f'):>11}"
-        f"{_cell(result.mfu, 100, '.1f'):>7}{_cell(result.bytes_per_s, 1e-12, '.2f'):>6}"
-        f"{_cell(result.bandwidth, 100, '.1f'):>7}{_cell(result.floor_share, 100, '.1f'):>7}"
-        f"{_cell(result.peak_memory_bytes, 2**-30, '.1f'):>8}{_cell(result.first_step_s, 1, '.1f'):>9}"
-        f"{against(result, record):>8}"
-    )
+def _amount(value: float | None) -> str:
+    return NONE if value is None else amount(value)
+
+
+COLUMNS: tuple[tuple[str, Callable[[ContenderResult], str]], ...] = (
+    ("ms", lambda r: _cell(r.step_ms, 1, ".3f")),
+    ("± %", lambda r: _cell(r.spread, 100, ".1f")),
+    ("tokens/s", lambda r: _amount(r.tokens_per_s)),
+    ("windows/s", lambda r: _amount(r.windows_per_s)),
+    ("MFU %", lambda r: _cell(r.mfu, 100, ".1f")),
+    ("TB/s", lambda r: _cell(r.bytes_per_s, 1e-12, ".2f")),
+    ("mem %", lambda r: _cell(r.bandwidth, 100, ".1f")),
+    ("floor %", lambda r: _cell(r.floor_share, 100, ".1f")),
+    ("GiB", lambda r: _cell(r.peak_memory_bytes, 2**-30, ".1f")),
+    ("first s", lambda r: _cell(r.first_step_s, 1, ".1f")),
+)
+"""What a timed contender's line says; a column that nobody has something for is left out."""
+
+
+def _rows(record: Record) -> list[list[str]]:
+    """Headers, then a line a contender; one that failed ends with its reason."""
+    several = any(result.gpus is not None for result in record.contenders)
+    timed = [result for result in record.contenders if result.error is None]
+    shown = [(title, cell) for title, cell in COLUMNS if any(cell(result) != NONE for result in timed)]
+    rows = [["contender", "group", *(["cards"] if several else []), *(title for title, _ in shown), "× ref"]]
+    for result in record.contenders:
+        place = [result.name, str(result.group), *([str(result.gpus)] if several else [])]
+        if result.error is None:
+            rows.append([*place, *(cell(result) for _, cell in shown), against(result, record)])
+        else:
+            rows.append([*place, result.error])
+    return rows
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Names to the left, numbers to the right, the reason of a failure as long as it is."""
+    whole = [row for row in rows if len(row) == len(rows[0])]
+    widths = [max(len(row[i]) for row in whole) for i in range(len(rows[0]))]
+    widths[0] = max(len(row[0]) for row in rows)
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=False))]
+        lines.append("  ".join([*cells[: len(row) - 1], row[-1] if row not in whole else cells[-1]]).rstrip())
+    return lines
 
 
 def table(record: Record) -> str:
@@ -50,14 +85,13 @@ def table(record: Record) -> str:
     if during:
         lines.append(f"clock {_range(during['sm_mhz'])} MHz  power {_range(during['power_w'])} W  "
                      f"throttled by: {', '.join(during['throttle']) or 'nothing'}")  # fmt: skip
-    cards = "" if all(result.gpus is None for result in record.contenders) else f"{'cards':>7}"
-    lines.append(
-        f"{'contender':<30}{'group':>5}{cards}{'ms':>10}{'± %':>7}{'K tok/s':>11}{'windows/s':>11}{'MFU %':>7}"
-        f"{'TB/s':>6}{'mem %':>7}{'floor':>7}{'GiB':>8}{'first s':>9}{'× ref':>8}"
-    )
-    lines += [_line(result, record) for result in record.contenders]
+    lines += _aligned(_rows(record))
     references = {_reference(record, result.group) for result in record.contenders} - {None}
-    return "\n".join([*lines, *(f"× ref: over {name} of the same group" for name in sorted(map(str, references)))])
+    lines += [f"× ref: over {name} of the same group" for name in sorted(map(str, references))]
+    over = over_pytorch(record)
+    if over is not None:
+        lines.append(f"{SUBJECT} against PyTorch's best: {over} over {over.over} (group {over.group})")
+    return "\n".join(lines)
 
 
 def _range(values: list[float] | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,7 @@ OWN = {  # what each kind of source listens to, beside SHARED
 }
 TEXT = {"kind"}
 PLAYED = ("first_seed", "expert", "levels")  # what counts only where games are played
+LINE_SECONDS = 30.0  # between lines of progress where there is no terminal
 TOLD = 20  # refused replays that are named
 
 
@@ -194,13 +196,27 @@ def replay_shipped(name: str) -> None:
 
 
 def bar() -> Progress:
-    """A progress bar on standard error, if that is a terminal: elsewhere only a blank line would be left of it."""
+    """A progress bar on standard error, if that is a terminal; elsewhere `counter` prints lines."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def counter(progress: Progress, what: str) -> Callable[[int, int], None]:
-    """What takes (done, total) and shows it under the name `what`, from its first call on."""
+    """What takes (done, total) and shows it under the name `what`: in the bar, or as a line every half a minute."""
+    if progress.disable:
+        return _lines(progress.console, what)
     task = progress.add_task(what, total=None, visible=False)
     return lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+
+
+def _lines(console: Console, what: str) -> Callable[[int, int], None]:
+    said = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal said
+        if time.monotonic() - said >= LINE_SECONDS:
+            said = time.monotonic()
+            console.print(f"{what}: {done:,} of {total:,}", highlight=False)
+
+    return tell

@@ -14,6 +14,8 @@ from ridgeline.cli.output import Flag, emit, parse
 from ridgeline.errors import ConfigError
 from ridgeline.records import Record, read_record
 
+PAGE = b"<!doctype html>"  # how one begins
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -53,13 +55,30 @@ def read_all(places: Sequence[str]) -> list[Record]:
     return [read_record(file) for file in dict.fromkeys(files)]
 
 
+def check_place(target: Path) -> None:
+    """A page may take the place of an earlier page, and of nothing else.
+
+    Raises:
+        ConfigError: another file is there, a record perhaps, or one that cannot be read.
+    """
+    if not target.is_file():
+        return
+    try:
+        begins = target.read_bytes()[: len(PAGE)]
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error.strerror}; choose another -o") from error
+    if begins and begins.lower() != PAGE:
+        raise ConfigError(f"{target} is there already and is no page; choose another -o")
+
+
 def run(arguments: Sequence[str]) -> int:
     """Read, draw and write."""
     options = parse(Options, arguments, "report")
     from ridgeline.report.page import build_page, write_images
 
-    records = read_all(options.records)
-    page, target = build_page(records, title=options.title), Path(options.output)
+    records, target = read_all(options.records), Path(options.output)
+    check_place(target)
+    page = build_page(records, title=options.title)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(page, encoding="utf-8")

@@ -42,7 +42,7 @@ class Options:
     its model counts: data, windows, batch, optimiser, schedule and length are the first one's for all; with --recipes
     each keeps its own, data and windows excepted. A difference counts where it is larger than the spread between seeds
     explains (95 % interval over pairs of equal seeds). Called again with the same arguments, and --out, it goes on
-    where it was stopped.
+    where it was stopped; with more seeds or other rates it trains what it lacks.
 
     With --json the last line is {"folder", "record", "ngrams", "contenders": [{"contender", "parameters",
     "learning_rate", "at_edge", "tried", "best_loss", "best_spread", "final_loss", "final_spread", "tokens_per_s",
@@ -167,28 +167,30 @@ def _settings(options: Options) -> Mapping[str, Any]:
 
 
 def _print(result: Comparison, file: Path) -> None:
-    title = "held-out loss in nats, mean over seeds ± standard deviation"
-    table = _table(title, ("weights", "rate", "lowest", "at the end", "tokens/s", "against the first"))
+    title = "held-out loss in nats: mean over seeds ± standard deviation; difference beyond or within the spread (95 %)"
+    table = _table(title, ("weights", "rate", "lowest", "final", "tokens/s", "against the first"))
     first = result.standings[0].name
     for row in rows(result):
-        edge = " (edge)" if row["at_edge"] else ""
+        edge = "*" if row["at_edge"] else ""  # explained below
         table.add_row(
             _change(row["contender"], first),
             amount(row["parameters"]),
             f"{row['learning_rate']:g}{edge}",
             _loss(row["best_loss"], row["best_spread"]),
-            f"{row['final_loss']:.4f}",
+            f"{row['final_loss']:.3f}",
             amount(row["tokens_per_s"]),
             _verdict(row.get("difference")),
         )
     console = Console()
     console.print(table)
+    if any(row["at_edge"] for row in rows(result)):
+        console.print("* the best rate tried lies at an end of the list: a rate beyond it may be better still")
     if result.plan.target is not None:
         console.print(_held(result, result.plan.target))
     if result.ngrams:
         lines = ", ".join(f"{order}-gram {loss:.4f}" for order, loss in result.ngrams.items())
         console.print(f"what counting achieves: {lines}", highlight=False)
-    console.print(f"the record is in {file}", highlight=False)
+    console.print(f"the record is in {file}", highlight=False, soft_wrap=True)
 
 
 def _table(title: str, headings: Sequence[str]) -> Table:
@@ -196,7 +198,7 @@ def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("contender", overflow="fold", min_width=NAME_WIDTH)
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading != headings[-1])  # verdicts are words
     return table
 
 
@@ -220,11 +222,11 @@ def _held(result: Comparison, target: float) -> Table:
 
 
 def _loss(mean: float, spread: float | None) -> str:
-    return f"{mean:.4f}" if spread is None else f"{mean:.4f} ± {spread:.4f}"
+    return f"{mean:.3f}" if spread is None else f"{mean:.3f} ± {spread:.3f}"
 
 
 def _verdict(difference: Mapping[str, Any] | None) -> str:
     if difference is None:
         return ""
-    words = {True: "beyond the spread", False: "within the spread", None: "one seed"}[difference["beyond_spread"]]
-    return f"{difference['mean']:+.4f}, {words}"
+    words = {True: "beyond", False: "within", None: "one seed"}[difference["beyond_spread"]]
+    return f"{difference['mean']:+.4f} {words}"

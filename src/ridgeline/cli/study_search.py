@@ -32,7 +32,7 @@ CHOSEN = "chosen.toml"
 SHARE = 8  # trials that fit the budget where no trial time is given
 INTERRUPTED = 130
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
-SHOWN, REASONS = 12, 3
+SHOWN, REASONS, REFUSED = 12, 3, 5  # trials of the table, reasons of an error, refusals told as they come
 ABOUT = """Search for the model that does the job soonest on this machine.
 
 Every trial trains for the same time by the clock, with its schedule over that time, and is validated on a grid. What
@@ -52,11 +52,11 @@ class Options:
     """Search for the model that does the job soonest on this machine.
 
     Attributes:
-        base: preset or TOML file that candidates vary, with changes behind it: boxing+dropout=0.2.
+        base: preset or TOML file that candidates vary, with changes behind it: boxing+dropout=0.2. Must be given.
         data: what they train on; without it the base's.
         target: loss=1.6 or ko=0.9 to search for the shortest time to it; loss or ko for the best at a trial's end.
             Knockouts are of 30 games with seeds that no evaluation uses.
-        budget: time of the whole search: 90s, 10m or 2h.
+        budget: time of the whole search: 90s, 10m or 2h. One trial is always begun.
         trial: training time of a trial; without it an eighth of the budget.
         space: what to choose from, as NAME=VALUE,VALUE or lr=LOW:HIGH; without it around the base.
         least_steps: a candidate that cannot take so many steps in a trial is never trained.
@@ -70,7 +70,7 @@ class Options:
         json: print one JSON object as the last line.
     """
 
-    base: str
+    base: str | None = None
     data: str | None = None
     target: str = "loss"
     budget: str = "10m"
@@ -94,7 +94,7 @@ def run(arguments: Sequence[str]) -> int:
     plan = _plan(options)
     said = Console(stderr=True)
     try:
-        trials = search(plan, options.out, lambda trial: said.print(_line(trial), highlight=False))
+        trials = search(plan, options.out, _Teller(said))
     except KeyboardInterrupt:
         said.print("stopped; the same command goes on from here")
         return INTERRUPTED
@@ -115,6 +115,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _plan(options: Options) -> Search:
     """The search that the options ask for; what cannot be is told before anything is trained."""
+    if options.base is None:
+        raise ConfigError("a search varies a base: ridgeline study search --base gpt2-c256")
     goal, budget = Goal.parse(options.target), _seconds(options.budget)
     given = {name: getattr(options, name) for name in ("device", "engine", "precision", "eval_windows")}
     if options.data is not None:
@@ -139,14 +141,28 @@ def _plan(options: Options) -> Search:
     )
 
 
+class _Teller:
+    """Tells of trials as they end; of those that were refused the first few."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._refused = console, 0
+
+    def __call__(self, trial: Trial) -> None:
+        self._refused += trial.state == "refused"
+        if trial.state != "refused" or self._refused <= REFUSED:
+            self._console.print(_line(trial), highlight=False, soft_wrap=True)
+            if trial.state == "refused" and self._refused == REFUSED:
+                self._console.print("further refusals are only counted", highlight=False)
+
+
 def _nothing(trials: Sequence[Trial]) -> str:
     """Why none of the trials came to an end, and what to change."""
     reasons = list(dict.fromkeys(trial.reason for trial in trials if trial.reason))
     said = "; ".join(reasons[:REASONS]) or "no time"
     more = f"; and {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else ""
-    cure = "give smaller candidates to --space, or a longer --trial and --budget"
+    cure = "give other candidates to --space, or a longer --trial and --budget"
     if not all(trial.state == "refused" for trial in trials):
-        cure = "raise --budget"
+        cure = "raise --budget, or lower --trial or --eval-windows"
     return f"none of {len(trials)} trials came to an end ({said}{more}); {cure}"
 
 
@@ -158,7 +174,7 @@ def _seconds(text: str) -> float:
 
 
 def _line(trial: Trial) -> str:
-    if trial.quality is None:
+    if trial.reason is not None or trial.quality is None:
         return f"trial {trial.number} {trial.state}: {trial.reason} ({_choice(trial)})"
     reached = f", target held from second {trial.seconds:.1f}" if trial.seconds is not None else ""
     return f"trial {trial.number} {trial.state}: {trial.quality:.4f}{reached} ({_choice(trial)})"
@@ -195,10 +211,22 @@ def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: P
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     console.print(f"{len(trials)} trials: {counts} (… was left early)", highlight=False)
     if goal.value is not None and best.seconds is None:
-        console.print(f"the target {goal.kind}={goal.value:g} was not held; the best came to {best.quality:.4f}")
+        console.print(_missed(plan, best), highlight=False, soft_wrap=True)
     leader = None
     for seconds, quality, number in front(trials, goal):
         if number != leader:
             console.print(f"from second {seconds:.1f} trial {number} leads with {quality:.4f}", highlight=False)
         leader = number
-    console.print(f"the chosen config is {chosen}: ridgeline train --config {chosen}; the record is in {file}")
+    said = f"the chosen config is {chosen}: ridgeline train --config {chosen}; the record is in {file}"
+    console.print(said, highlight=False, soft_wrap=True)
+
+
+def _missed(plan: Search, best: Trial) -> str:
+    """That no trial held the target, how near the best came, and what that was for."""
+    goal, last = plan.goal, best.path[-1][1]
+    improving = last == (min if goal.kind == "loss" else max)(quality for _, quality in best.path)
+    reason = "it was still improving, so raise --trial" if improving else "it no longer improved, so widen --space"
+    return (
+        f"the target {goal.kind}={goal.value:g} was not held in {plan.trial_s:g} s of training: the best, trial "
+        f"{best.number}, came to {last:.4f}; {reason}"
+    )

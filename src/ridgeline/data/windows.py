@@ -210,7 +210,10 @@ class GameWindows:
         rows_BT = start_B[:, None] + self.window.stride * np.minimum(position_T, np.maximum(count_B - 1, 0)[:, None])
         for name, array in self._arrays.items():
             rows = rows_BT + self.window.delay if name == "targets" else rows_BT
-            out[name][...] = array.take(rows, axis=0)
+            if array.dtype == out[name].dtype and out[name].flags.c_contiguous:
+                np.take(array, rows, axis=0, out=out[name], mode="clip")  # no row is clipped; "raise" would copy twice
+            else:
+                out[name][...] = array.take(rows, axis=0)
         out["targets"][position_T >= count_B[:, None]] = IGNORE
 
     def resident(self) -> Resident:

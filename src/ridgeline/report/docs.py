@@ -17,12 +17,11 @@ from ridgeline.bench.layers import PHASES
 from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
-from ridgeline.report import articles, played, studied
+from ridgeline.report import articles, engines, played, studied
 from ridgeline.report.page import circumstances
 from ridgeline.report.scaling import scaling
 from ridgeline.report.sections import base_of, bench_sections, overview_section, rungs_of, timed
 from ridgeline.report.svg import write_png
-from ridgeline.report.sweeps import sweeps
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
 DOCUMENTS = ("README.md", "docs/ladder.md", "docs/playing.md", "docs/melee.md", "docs/studies.md")
@@ -30,6 +29,7 @@ KINDS = ("bench", "race", "study")  # of records that documents show
 IMAGES = "docs/images"
 RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
 LADDER = "hal-20m"
+X2 = ("r16", "r16+recompute")  # the rung that the article's smaller model stands on, without and with its own change
 MISSING = played.MISSING
 _BLOCK = re.compile(r"(<!-- from records: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
@@ -191,14 +191,15 @@ def singles(records: Sequence[Record]) -> str:
 
 
 def windows(records: Sequence[Record]) -> str:
-    """The smaller model beside the larger one, in windows/s."""
+    """The smaller model beside the larger one, in windows/s: `best`, PyTorch's best, and the article's last rung."""
     rows: list[list[Cell]] = []
     for name in ("hal-20m", "hal-5m"):
         record = next((r for r in newest(records) if r.workload and r.workload.name == name), None)
         found = None if record is None else over_pytorch(record)
         if record is None or found is None or record.workload is None:
             return MISSING
-        for result in _pair(record, found):
+        rungs = [result for name in X2 if (result := _result(record, name)) is not None]
+        for result in (*_pair(record, found), *rungs):
             rows.append(
                 [
                     words(f"`{name}`, {record.workload.context} of 256 frames"),
@@ -210,28 +211,8 @@ def windows(records: Sequence[Record]) -> str:
     return Table(headers=("model", "contender", "windows/s", "ms a step"), rows=rows).markdown()
 
 
-def contexts(records: Sequence[Record]) -> str:
-    """Tokens/s over the context, 8,192 positions a step: `best`, the best PyTorch, their ratio."""
-    chosen = newest(records)
-    rows: list[list[Cell]] = []
-    for sweep in (sweep for sweep in sweeps(chosen) if sweep.kind.name == "context"):
-        for record in (chosen[sweep.members[context]] for context in sorted(sweep.members)):
-            found, info = over_pytorch(record), record.workload
-            if found is None or info is None:
-                continue
-            ours, theirs = _pair(record, found)
-            rows.append(
-                [
-                    words(f"`{info.name}`, {info.precision}"),
-                    number(info.context, "d"),
-                    number(info.batch, "d"),
-                    quantity(ours.tokens_per_s),
-                    quantity(theirs.tokens_per_s),
-                    Cell(text=str(found)),
-                ]
-            )
-    headers = ("model", "context", "batch", "`best`, tokens/s", "best PyTorch, tokens/s", "ratio")
-    return Table(headers=headers, rows=rows).markdown() if rows else MISSING
+def _shown(table: Table) -> str:
+    return table.markdown() if table.rows else MISSING
 
 
 BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
@@ -240,7 +221,8 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "layers": layers,
     "singles": singles,
     "windows": windows,
-    "contexts": contexts,
+    "engines": lambda records: _shown(engines.engines(newest(records))),
+    "contexts": lambda records: _shown(engines.contexts(newest(records))),
     "scaling": scaling,
     "long-windows": studied.long_windows,
 }
@@ -250,7 +232,10 @@ OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that ar
     "replays": played.replays,
     "comparison": studied.comparison,
     "recipe": studied.recipe,
+    "article": studied.article,
     "divergence": studied.divergence,
+    "starts": studied.starts,
+    "inversion": studied.inversion,
 }
 
 

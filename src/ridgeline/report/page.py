@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from ridgeline.report.svg import inline_svg, write_png
 from ridgeline.report.sweeps import sweep_section, sweeps
 
 TEMPLATE = "report.html.j2"
+CONTENTS = 12  # chapters from which the list of contents is closed until it is asked for
 FOLD = 2  # benchmarks of a sweep with more values than this are closed until they are asked for
 MODELS = ("hal-20m", "hal-5m", "gpt2-c256", "fast-c256", "gpt2-124m")
 
@@ -81,7 +83,20 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     found += [chapter for index, record in enumerate(records) for chapter in _other(record, index)]
     if not found:
         raise ConfigError("there is nothing to report: name at least one record that a benchmark, study or race wrote")
-    return found
+    return _told_apart(found)
+
+
+def _told_apart(found: Sequence[Chapter]) -> list[Chapter]:
+    """The chapters; where several have one title, each says the number of its record."""
+    times = Counter(chapter.title for chapter in found)
+
+    def numbered(chapter: Chapter) -> Chapter:
+        source = next((section.source for section in chapter.sections if section.source is not None), None)
+        if times[chapter.title] == 1 or source is None:
+            return chapter
+        return replace(chapter, title=f"{chapter.title}, record {source + 1}")
+
+    return [numbered(chapter) for chapter in found]
 
 
 def _in_order(records: Sequence[Record]) -> list[int]:
@@ -157,9 +172,10 @@ def build_page(records: Sequence[Record], *, title: str = "Ridgeline report") ->
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    found = chapters(records)
     parts = [
         {"chapter": chapter, "id": f"chapter-{number}", "sections": [_drawn(section) for section in chapter.sections]}
-        for number, chapter in enumerate(chapters(records))
+        for number, chapter in enumerate(found)
     ]
     markup = require("markupsafe", "report").Markup
     return environment.from_string(source).render(
@@ -168,6 +184,7 @@ def build_page(records: Sequence[Record], *, title: str = "Ridgeline report") ->
         light=markup(variables(LIGHT)),
         dark=markup(variables(DARK)),
         parts=parts,
+        contents_open=sum(not chapter.folded for chapter in found) <= CONTENTS,
         cards=sorted({record.card for record in records}),
         dates=sorted({record.date[:10] for record in records}),
         circumstances=[circumstances(record) for record in records],

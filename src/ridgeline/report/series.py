@@ -25,6 +25,10 @@ CURVES = {
     ),
     "margin": ("Margin", "Points dealt minus points taken, a game; a band is the 95 % interval of the mean."),
 }
+AXES = {  # other axes of a loss: a curve's key → label, and what the title says
+    "seconds": ("seconds of training", " over time"),
+    "tokens": ("positions learned from", " over positions"),
+}
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -97,8 +101,8 @@ def _line(curve: dict[str, Any], record: Record, x_key: str = "x") -> Line:
 
 def curve_sections(record: Record, index: int) -> Iterator[Section]:
     """Loss and strength, from a record's curves: {"name", "figure", "x", "y", "low", "high", "x_label", "y_label"};
-    with "line" a level to compare with, with "seconds" a loss is drawn over time too, with "below" and "below_label"
-    another figure of the same run beneath; "rows" is a table.
+    with "line" a level to compare with, with "seconds" or "tokens" a loss is drawn over them too, with "below" and
+    "below_label" another figure of the same run beneath; "rows" is a table.
 
     Raises:
         ConfigError: a curve that cannot be drawn.
@@ -109,8 +113,11 @@ def curve_sections(record: Record, index: int) -> Iterator[Section]:
         runs = [curve for curve in mine if not curve.get("line")]
         if mine:
             yield _curves(record, index, figure, mine, "x", str(mine[0].get("x_label", "step")))
-        if runs and all("seconds" in curve for curve in runs):
-            yield _curves(record, index, figure, runs, "seconds", "seconds of training")
+        for key, (label, _) in AXES.items():
+            if runs and all(key in curve for curve in runs):
+                last = max(max(curve[key], default=0) for curve in runs)
+                levels = [{**curve, key: [0, last]} for curve in mine if curve.get("line")]
+                yield _curves(record, index, figure, [*runs, *levels], key, label)
     for curve in given:
         if isinstance(curve.get("rows"), list) and curve["rows"]:
             yield _rows(record, index, curve)
@@ -129,9 +136,9 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
         beneath = [_line({**curve, "y": curve["below"], "low": None, "high": None}, record, x_key) for curve in curves]
         chart = lines_beneath(drawn, beneath, x_label, (y_label, str(curves[0].get("below_label", ""))))
     title, lead = CURVES[figure]
-    over = " over time" if x_key == "seconds" else ""
+    _, over = AXES.get(x_key, ("", ""))
     return Section(
-        key=f"{figure}-{index}{'-seconds' if over else ''}",
+        key=f"{figure}-{index}{f'-{x_key}' if over else ''}",
         title=f"{title}{over}" if record.workload is None else f"{title}{over}: {record.workload.name}",
         lead=lead,
         chart=chart,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
 
+SHORT = 300  # steps of a comparison that looks where the article looked, after 200
 LONG = 2048  # positions from which a window counts as long
 GB = 1e9
 
@@ -42,15 +44,21 @@ def comparison(records: Sequence[Record]) -> str:
 
 def recipe(records: Sequence[Record]) -> str:
     """Recipes by the seconds in which they hold a loss, a table for each data set."""
-    return "\n\n".join(_recipe(record) for record in _studies(records, target=True)) or MISSING
+    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if not _is_short(r)) or MISSING
+
+
+def article(records: Sequence[Record]) -> str:
+    """The same for a run as short as the article's."""
+    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if _is_short(r)) or MISSING
 
 
 def _recipe(record: Record) -> str:
     target, seeds = setting_of(record)["target"], setting_of(record)["seeds"]
     speed = {result.name: result.step_ms for result in record.contenders}
+    names, shared = _names([row["contender"] for row in _rows(record, "standings")])
     rows: list[list[Cell]] = [
         [
-            words(f"`{row['contender']}`"),
+            words(f"`{names[row['contender']]}`"),
             number(speed.get(row["contender"]), ".3f"),
             Cell(text=_with_spread(row["best_loss"], row["best_spread"])),
             Cell(text=f"{row['reached']} of {seeds}"),
@@ -69,7 +77,54 @@ def _recipe(record: Record) -> str:
         "from second",
         "later than the first by",
     )
+    common = f" all with {', '.join(f'`{change}`' for change in shared)}:" if shared else ""
+    return f"{_where(record)}{common}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def _names(contenders: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Contenders by the changes that not all of them have, and the changes that all have."""
+    parts = [name.split("+") for name in contenders]
+    shared = [change for change in parts[0][1:] if all(change in part[1:] for part in parts)]
+    short = ("+".join([part[0], *(change for change in part[1:] if change not in shared)]) for part in parts)
+    return dict(zip(contenders, short, strict=True)), shared
+
+
+def starts(records: Sequence[Record]) -> str:
+    """Whole commands of a recipe: what is trained until its target, and what goes beside it."""
+    record = next((r for r in records if r.gpus and curves_of(r, "starts")), None)
+    if record is None:
+        return MISSING
+    rows = [
+        [
+            number(row["seed"], "d"),
+            words(row["caches"]),
+            *(number(row[key], ".2f") for key in ("imports_s", "data_s", "first_step_s", "held_s")),
+            number(row["held_at_step"], ",d"),
+            *(number(row[key] if row["held_s"] is not None else None, ".2f") for key in ("training_s", "in_all_s")),
+        ]
+        for row in _rows(record, "starts")
+    ]
+    target = curves_of(record, "starts")[0]["target"]
+    headers = ("seed", "caches", "imports, s", "data", "compilation, capture, first step", f"training to {target:g}, s",
+               "steps", "training in all", "whole command")  # fmt: skip
     return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def inversion(records: Sequence[Record]) -> str:
+    """Two models eagerly and compiled, and whether the first eagerly beats the second compiled."""
+    record = next((r for r in records if r.gpus and r.kind == "study" and _is_inversion(r)), None)
+    if record is None:
+        return MISSING
+    ways = sorted(record.contenders, key=lambda result: result.step_ms or 0.0)
+    rows = [
+        [words(f"`{way.name}`"), number(way.step_ms, ".3f"), number(way.spread, ".1%"), quantity(way.tokens_per_s)]
+        for way in ways
+    ]
+    return f"{_where(record)}\n\n{Table(headers=('model and way', 'ms', 'spread', 'tokens/s'), rows=rows).markdown()}"
+
+
+def _is_inversion(record: Record) -> bool:
+    return {result.name.rpartition(":")[2] for result in record.contenders} == {"eager", "compile"}
 
 
 def divergence(records: Sequence[Record]) -> str:
@@ -146,11 +201,16 @@ def pictures(records: Sequence[Record]) -> dict[str, Section]:
 
 def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
     """Of each data set the newest comparison on a card, of recipes where there is a target, else of models."""
-    found: dict[str, Record] = {}
+    found: dict[tuple[str, bool], Record] = {}
     for record in records:
         if record.gpus and record.workload and _rows(record, "standings") and _has_target(record) == target:
-            found.setdefault(record.workload.name, record)
+            found.setdefault((record.workload.name, not _is_short(record)), record)
     return [found[name] for name in sorted(found, reverse=True)]  # tinyshakespeare first
+
+
+def _is_short(record: Record) -> bool:
+    """Whether a study's runs are as short as the article's."""
+    return max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT
 
 
 def _diverging(records: Sequence[Record]) -> Record | None:

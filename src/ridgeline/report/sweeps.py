@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ridgeline.bench.explain_view import amount
+from ridgeline.bench.ratios import over_pytorch
 from ridgeline.records import Record, WorkloadInfo
 from ridgeline.report.draw import Line, lines
 from ridgeline.report.sections import Section, timed
@@ -22,7 +23,7 @@ class Kind:
         short: what stands before a value in a table.
         lead: how to read it.
         value: of a record on the axis.
-        same: what its records have in common besides card, model and precision.
+        same: what its records have in common besides card, model and precision; of cards also the run.
         title: of one sweep.
     """
 
@@ -31,7 +32,7 @@ class Kind:
     short: str
     lead: str
     value: Callable[[Record, WorkloadInfo], int]
-    same: Callable[[Record, WorkloadInfo], tuple[int, ...]]
+    same: Callable[[Record, WorkloadInfo], tuple[object, ...]]
     title: Callable[[WorkloadInfo], str]
 
 
@@ -60,7 +61,7 @@ KINDS = (
         short="cards:",
         lead="Each card has a batch of its own, all tokens are counted. Groups of their own, so no ratio is given.",
         value=lambda record, info: record.gpus,
-        same=lambda record, info: (info.batch, info.context),
+        same=lambda record, info: (record.date, info.batch, info.context),
         title=lambda info: f"batch {info.batch} × {info.context} a card",
     ),
 )
@@ -68,7 +69,8 @@ KINDS = (
 
 @dataclass
 class Sweep:
-    """Benchmarks of one model, card and precision; `members` maps a value to the index of its newest record."""
+    """Benchmarks of one model, card and precision; `members` maps a value to the index of its newest record, of those
+    that timed PyTorch beside `best` where there are any."""
 
     kind: Kind
     title: str
@@ -78,7 +80,7 @@ class Sweep:
 def sweeps(records: Sequence[Record]) -> list[Sweep]:
     """Every sweep with two values or more, contexts first."""
     found: dict[tuple[object, ...], Sweep] = {}
-    order = sorted(range(len(records)), key=lambda index: records[index].date)
+    order = sorted(range(len(records)), key=lambda i: (over_pytorch(records[i]) is not None, records[i].date))
     for kind in KINDS:
         for index in order:
             record, info = records[index], records[index].workload
@@ -87,7 +89,7 @@ def sweeps(records: Sequence[Record]) -> list[Sweep]:
             key = (kind.name, record.card, info.name, info.precision, *kind.same(record, info))
             sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}"))
             sweep.members[kind.value(record, info)] = index
-    return [sweep for sweep in found.values() if len(sweep.members) > 1]
+    return [replace(s, members=dict(sorted(s.members.items()))) for s in found.values() if len(s.members) > 1]
 
 
 def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Section:

@@ -12,11 +12,13 @@ from ridgeline.bench.run import git_revision, versions
 from ridgeline.records import WorkloadInfo
 from ridgeline.train.config import TrainConfig
 
+CPU = "CPU"
+
 
 def card(config: TrainConfig) -> str:
     """Name of what a config with a decided device computes on; all CPUs are one."""
     device = torch.device(config.device)
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
 
 
 def machine(config: TrainConfig) -> dict[str, Any]:
@@ -34,7 +36,10 @@ def circumstances(config: TrainConfig) -> dict[str, Any]:
     return {
         **machine(config),
         "gpus": 1 if torch.device(config.device).type == "cuda" else 0,
-        "workload": WorkloadInfo(
-            name=config.data, batch=config.batch, context=config.window.context, precision=config.precision
-        ),
+        "workload": workload(config, config.data),
     }
+
+
+def workload(config: TrainConfig, name: str) -> WorkloadInfo:
+    """What a config trains on, under a name."""
+    return WorkloadInfo(name=name, batch=config.batch, context=config.window.context, precision=config.precision)

@@ -162,8 +162,8 @@ def read_machines(folder: Path) -> list[dict[str, Any]]:
     file = folder / MACHINES
     try:
         found = list(_lines(file))
-        if not all(isinstance(line, dict) and isinstance(line.get("card"), str) for line in found):
-            raise ValueError("a line names no card")
+        if not all(isinstance(line, dict) and {"date", "git", "card", "versions"} <= line.keys() for line in found):
+            raise ValueError("a line does not say where")
     except ValueError as error:
         raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
     return found

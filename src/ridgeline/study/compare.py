@@ -276,15 +276,14 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
-    """What makes it the same comparison; which card a contender is trained on does not."""
+    """What makes it the same comparison: a run's folder has its rate and seed, so more of them can be asked for later,
+    and which card a contender is trained on does not count."""
     return {
         "kind": "compare",
         "contenders": {
             name: {key: value for key, value in to_dict(config).items() if key != "device"}
             for name, config in plan.configs.items()
         },
-        "rates": list(plan.rates),
-        "seeds": plan.seeds,
     }
 
 
@@ -301,7 +300,7 @@ def _stand(name: str, config: TrainConfig, plan: Plan, folder: Path, console: Co
     """A contender's rate and runs; `console` is told of each run, `live` of its steps."""
 
     def one(rate: float, seed: int) -> Run:
-        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False)
+        console.print(f"{name}, learning rate {rate:g}, seed {seed}", highlight=False, soft_wrap=True)
         place = _home(folder, name) / f"lr-{rate!r}-seed-{seed}"
         return run_once(dataclasses.replace(config, optimizer=config.optimizer.at_rate(rate), seed=seed), place, live)
 

@@ -18,7 +18,7 @@ from ridgeline.train.config import TrainConfig
 
 PRODUCT = 768  # rows, columns and depth of the product that measures a CPU
 COPY_FLOATS = 1 << 24
-REPEATS = 5
+REPEATS = 20
 
 
 class Machine(NamedTuple):

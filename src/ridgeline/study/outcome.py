@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 from ridgeline.play import Evaluation
 from ridgeline.records import ContenderResult, Record
-from ridgeline.study.circumstances import circumstances
+from ridgeline.study.circumstances import CPU, machine, workload
 from ridgeline.study.clocked import Point
 from ridgeline.study.race import Outcome, Race
 
@@ -96,14 +97,13 @@ def make_record(race: Race, outcome: Outcome) -> Record:
     curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
     setting = {**race.to_json(), "machines": outcome.machines, "games_while": "training had ended"}
     curves.append({"figure": "setting", "name": "setting", **setting})
-    around = circumstances(config)
-    around["card"] = next((line["card"] for lines in outcome.machines.values() for line in lines), around["card"])
-    if around["gpus"]:
-        around["gpus"] = len({contender.config.device for contender in race.contenders})
-    around["workload"] = replace(around["workload"], name=race.data)
+    began = [line for lines in outcome.machines.values() for line in lines] or [machine(config)]
+    last = max(began, key=lambda line: datetime.fromisoformat(line["date"]))  # not this one, which may only have played
     return Record(
         kind="race",
-        **around,
+        **{name: last[name] for name in ("date", "git", "card", "versions")},
+        gpus=0 if last["card"] == CPU else len({contender.config.device for contender in race.contenders}),
+        workload=workload(config, race.data),
         contenders=[_speed(name, path, outcome.failures.get(name)) for name, path in table.items()],
         curves=curves,
     )

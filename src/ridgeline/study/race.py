@@ -4,18 +4,19 @@ A race has two parts. First each contender trains alone on its device, by the cl
 leaves checkpoints; with several cards as many train at the same time. Then all games of all checkpoints are played, in
 processes that have the machine to themselves. So no game ever slows a training down, and the other way round.
 
-    RACE/race.json               what is raced
-    RACE/CONTENDER/config.toml   see ridgeline.train.state
-    RACE/CONTENDER/machines.jsonl  a line each time its training began or went on: where
-    RACE/CONTENDER/points.jsonl  a line a checkpoint
-    RACE/CONTENDER/at-…s         the checkpoints
-    RACE/CONTENDER/failure.txt   why its training ended before its time, if it did
-    RACE/games.jsonl             a line a game
-    RACE/record.json             the record for a report, at the end
+    RACE/race.json                 what is raced
+    RACE/CONTENDER/config.toml     see ridgeline.train.state
+    RACE/CONTENDER/machines.jsonl  where it trained: a line each time that its training began or went on
+    RACE/CONTENDER/points.jsonl    a line a checkpoint
+    RACE/CONTENDER/at-…s           the checkpoints
+    RACE/CONTENDER/failure.txt     why its training ended before its time, if it did
+    RACE/games.jsonl               a line a game
+    RACE/record.json               the record for a report, at the end
 
-Called again with the same arguments, it goes on after the last checkpoint and the last game; called with others, these
-join the race. All of it may happen on several machines with the same kind of card, for the folder can be carried: the
-checkpoints, which are large, only of a contender that has still to train (its last) or to play (those of the games).
+Called again with the same arguments, it goes on after the last checkpoint and the last game; called with other
+contenders, these join the race. A copy of the folder goes on on another machine with the same kind of card. Of the
+checkpoints, which are large, it needs the last one of a contender that is still to train, and those that are still to
+play games.
 """
 
 from __future__ import annotations

@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
+import random
 import shutil
-import socket
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, t
 from ridgeline.study.floors import Machine, this_machine
 from ridgeline.study.folder import LOCK, claimed, is_foreign
 from ridgeline.study.space import Range, Space, configure
+from ridgeline.study.storage import opened, requeue, storage_errors, where
 from ridgeline.study.trials import Goal, Trial, best_of, trials_of
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.guards import writing
@@ -43,9 +45,12 @@ POINTS = 10
 LEAST_STEPS = 100
 GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demonstrations nor evaluations
 MISSED = 10.0  # a miss of the target counts at most as so many whole trials
-NAME, DATABASE = "search", "search.db"
+DATABASE = "search.db"
 SEEDS = 2**32
-REFUSALS = 200  # in a row after which nothing in the space is taken to be possible
+REFUSALS = 20  # in a row after which nothing more in the space is taken to be possible
+CANDIDATES = 20_000  # of a space that are looked at for one that is possible
+REASONS = 3  # that an error gives
+GRACE_SECONDS = 30.0  # that a trial under way may end behind the budget, beside the seconds of its training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,8 @@ class Search:
         base: the run that candidates vary, with device, precision and engine decided.
         space: what they may choose.
         goal: what they are judged by.
-        budget_s: wall-clock seconds of the whole search, over all its processes' own time.
+        budget_s: wall-clock seconds of the whole search, over all its processes' own time. A trial that would go beyond
+            it is not begun, but for the first; none goes on that would end more than `trial_s` and 30 s behind it.
         trial_s: training seconds of a trial.
         storage: an SQLAlchemy URL of the database; None for a file in the folder.
         least_steps: a candidate that cannot take so many in a trial is never trained.
@@ -112,46 +118,108 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
 
     Raises:
         MissingExtraError: Optuna is not installed.
-        ConfigError: the storage holds another search, or the folder something else or another process.
+        ConfigError: the storage holds another search, or the folder something else or another process; or nothing in
+            the space is possible.
         RidgelineError: the storage cannot be used.
     """
+    began = time.monotonic()
     optuna = require("optuna", "search")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     if is_foreign(folder) and not any((folder / name).exists() for name in (DATABASE, LOCK)):
         raise ConfigError(f"{folder} exists and holds no search; give a new folder with --out")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with claimed(folder), _storage_errors(plan, folder):
-        study = optuna.create_study(
-            study_name=NAME,
-            storage=plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}",
-            pruner=optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3),
-            load_if_exists=True,
-        )
-        _check_plan(study, plan)
-        _requeue(study, folder)
+    with claimed(folder), storage_errors(plan.storage or folder / DATABASE):
+        study = opened(plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}", plan.plan())
+        study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3)
+        requeue(study, folder)
         so_far = study.get_trials(deepcopy=False)
         seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
         study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
         machine = this_machine(plan.base)
-        spent = sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
+        possible, chance = _possible(plan, machine), random.Random(seed)
+        spent = time.monotonic() - began + sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
         refusals = 0
-        while spent + plan.trial_s <= plan.budget_s and refusals < REFUSALS:
+        while refusals < REFUSALS and _time_for_another(plan, trials_of(study), spent):
             begun = time.monotonic()
-            trial = study.ask()
-            done = _Attempt(plan, folder, machine, trial).run(study)
+            done = _Attempt(plan, folder, machine, study.ask(), left=plan.budget_s - spent).run(study)
             spent += time.monotonic() - begun
             refusals = refusals + 1 if done.state == "refused" else 0
+            if refusals:  # the sampler does not know what is possible, and each guess of it takes time
+                study.enqueue_trial(chance.choice(possible))
             told(done)
         return trials_of(study)
 
 
-class _Attempt:
-    """One trial in this process."""
+def _possible(plan: Search, machine: Machine) -> list[dict[str, Any]]:
+    """What candidates that can be trained choose, but for ranges; of a very large space a part.
 
-    def __init__(self, plan: Search, folder: Path, machine: Machine, trial: optuna.Trial) -> None:
-        self.plan, self.machine, self.trial = plan, machine, trial
+    Raises:
+        ConfigError: there are none.
+    """
+    lists = {name: values for name, values in plan.space.items() if not isinstance(values, Range)}
+    ends = {name: values.low for name, values in plan.space.items() if isinstance(values, Range)}
+    found, reasons = [], dict[str, None]()
+    for chosen in itertools.islice(itertools.product(*lists.values()), CANDIDATES):
+        params = dict(zip(lists, chosen, strict=True))
+        try:
+            _candidate(plan, machine, params | ends)
+            found.append(params)
+        except RefusedError as refusal:
+            reasons[str(refusal)] = None
+    if found:
+        return found
+    said = "; ".join([*reasons][:REASONS])
+    more = f"; and {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else ""
+    raise ConfigError(
+        f"nothing in the space can be trained ({said}{more}); give other candidates to --space, or a longer --trial "
+        "and --budget"
+    )
+
+
+def _candidate(plan: Search, machine: Machine, params: Mapping[str, Any]) -> tuple[TrainConfig, float]:
+    """The config of a candidate and the least seconds of its step.
+
+    Raises:
+        RefusedError: it is never trained.
+    """
+    try:
+        config = configure(plan.base, params, plan.trial_s)
+        if not machine.holds(config):
+            raise RefusedError("does not fit the card's memory")
+        floor = machine.floor_s(config)
+    except ConfigError as error:
+        raise RefusedError(str(error)) from error
+    if floor * plan.least_steps > plan.trial_s:
+        steps = int(plan.trial_s / floor)
+        raise RefusedError(f"takes at most {steps} steps in a trial even at its floor, fewer than {plan.least_steps}")
+    return config, floor
+
+
+def _time_for_another(plan: Search, ended: Sequence[Trial], spent: float) -> bool:
+    """Whether a trial fits what is left of the budget, with what set-up and validations took in those before it."""
+    if all(trial.state == "refused" for trial in ended):
+        return True
+    beside = [trial.wall_s - trial.path[-1][0] for trial in ended if trial.path and trial.wall_s is not None]
+    return spent + plan.trial_s + statistics.median(beside or [0.0]) <= plan.budget_s
+
+
+class _Attempt:
+    """One trial in this process.
+
+    Args:
+        plan: the search.
+        folder: of the search.
+        machine: where it is trained.
+        trial: what Optuna asks for.
+        left: seconds of the budget.
+    """
+
+    def __init__(self, plan: Search, folder: Path, machine: Machine, trial: optuna.Trial, left: float) -> None:
+        self.plan, self.machine, self.trial, self.left = plan, machine, trial, left
         self.home = folder
+        self._begun = time.monotonic()
+        self._judged: list[float] = []  # when
         self.path: list[tuple[float, float]] = []
         self.reached: float | None = None
         self._point: Point | None = None
@@ -162,7 +230,7 @@ class _Attempt:
 
         begun, state, value = time.monotonic(), optuna.trial.TrialState.FAIL, None
         note = self.trial.set_user_attr
-        note("where", _where(self.home))
+        note("where", where(self.home))
         try:
             config = self._choose()
             pruned = self._train(config)
@@ -192,19 +260,8 @@ class _Attempt:
                 params[name] = self.trial.suggest_float(name, values.low, values.high, log=True)
             else:
                 params[name] = self.trial.suggest_categorical(name, values)
-        try:
-            config = configure(self.plan.base, params, self.plan.trial_s)
-            if not self.machine.holds(config):
-                raise RefusedError("does not fit the card's memory")
-            floor = self.machine.floor_s(config)
-        except ConfigError as error:
-            raise RefusedError(str(error)) from error
+        config, floor = _candidate(self.plan, self.machine, params)
         self.trial.set_user_attr("predicted", config.step_tokens / floor)
-        if floor * self.plan.least_steps > self.plan.trial_s:
-            steps = int(self.plan.trial_s / floor)
-            raise RefusedError(
-                f"takes at most {steps} steps in a trial even at its floor, fewer than {self.plan.least_steps}"
-            )
         return config
 
     def _train(self, config: TrainConfig) -> bool:
@@ -235,7 +292,19 @@ class _Attempt:
         if self._reaches(point, quality):
             return True
         self.trial.report(quality if goal.kind == "loss" else -quality, len(self.path))
+        self._check_time()
         return bool(self.trial.should_prune())
+
+    def _check_time(self) -> None:
+        """End a trial that would go far beyond the budget, as where a validation takes longer than the training."""
+        self._judged.append(time.monotonic())
+        if len(self._judged) > 1:
+            a_point = (self._judged[-1] - self._judged[0]) / (len(self._judged) - 1)
+            whole = self._judged[-1] - self._begun + a_point * (POINTS - len(self.path))
+            if whole > self.left + self.plan.trial_s + GRACE_SECONDS:
+                raise RidgelineError(
+                    f"would take {whole:.0f} s with its validations, {self.left:.0f} s of the budget were left"
+                )
 
     def _reaches(self, point: Point, quality: float) -> bool:
         """Note what was reached at a point, and whether the target has now been held at two in a row."""
@@ -273,46 +342,6 @@ def _tidy(trials: list[Trial], goal: Goal) -> None:
     for trial in trials:
         if trial.folder is not None and trial is not best and (best is None or trial.folder != best.folder):
             shutil.rmtree(trial.folder, ignore_errors=True)
-
-
-def _where(folder: Path) -> str:
-    return f"{socket.gethostname()}:{folder.resolve()}"
-
-
-def _requeue(study: optuna.Study, folder: Path) -> None:
-    """Trials that a process of this folder left under way were cut off with it: they are tried again first."""
-    import optuna
-
-    for frozen in study.get_trials(deepcopy=False):
-        if frozen.state == optuna.trial.TrialState.RUNNING and frozen.user_attrs.get("where") == _where(folder):
-            study.enqueue_trial(dict(frozen.params))
-            study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
-
-
-def _check_plan(study: optuna.Study, plan: Search) -> None:
-    kept = study.user_attrs.get("plan")
-    if kept is None:
-        study.set_user_attr("plan", plan.plan())
-        return
-    odd = sorted(key for key, value in plan.plan().items() if kept.get(key) != value)
-    if odd:
-        raise ConfigError(f"the storage holds another search ({', '.join(odd)} differ); give a new --out or --storage")
-
-
-@contextmanager
-def _storage_errors(plan: Search, folder: Path) -> Iterator[None]:
-    """Turns what the database says into one sentence."""
-    import optuna
-    from sqlalchemy.exc import SQLAlchemyError
-
-    try:
-        yield
-    except (optuna.exceptions.StorageInternalError, SQLAlchemyError, ValueError, ImportError) as error:
-        if isinstance(error, RidgelineError):
-            raise
-        where = plan.storage or folder / DATABASE
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise RidgelineError(f"the storage {where} cannot be used ({reason}); free it, or give another") from error
 
 
 def chosen_config(plan: Search, trial: Trial) -> TrainConfig:

@@ -63,6 +63,7 @@ class Trial:
         quality: loss or knockout rate at its last point; None before the first.
         path: (training seconds, quality) by point.
         folder: where it was trained, on the machine that did.
+        wall_s: seconds from its start to its end, set-up and validations included.
     """
 
     number: int
@@ -75,6 +76,7 @@ class Trial:
     quality: float | None = None
     path: tuple[tuple[float, float], ...] = ()
     folder: str | None = None
+    wall_s: float | None = None
 
 
 def trials_of(study: optuna.Study) -> list[Trial]:
@@ -100,6 +102,7 @@ def trials_of(study: optuna.Study) -> list[Trial]:
                 quality=path[-1][1] if path else None,
                 path=path,
                 folder=attrs.get("folder"),
+                wall_s=attrs.get("wall_s"),
             )
         )
     return found

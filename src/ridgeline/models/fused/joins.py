@@ -116,12 +116,17 @@ def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Jo
     ), out  # fmt: skip
 
 
+def rows_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
+    """The join of x Wᵀ by one kernel."""
+    fused, out = rows_join(run, residual_NC, join)
+    rows.project_forward_raw(x_NK, weight_CK, fused)
+    return out
+
+
 def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
     """The join of x Wᵀ: attention's output projection."""
     if "out" in run.choices.rows:
-        fused, out = rows_join(run, residual_NC, join)
-        rows.project_forward_raw(x_NK, weight_CK, fused)
-        return out
+        return rows_forward(run, x_NK, weight_CK, residual_NC, join)
     if run.choices.out != "residual":
         return join_forward(run, linear(x_NK, weight_CK, impl=run.choices.out), residual_NC, join)
     r_NC = torch.empty_like(residual_NC)
@@ -167,14 +172,12 @@ def join_backward(
 
 
 def rows_slopes(
-    run: Pass, part: rows.Part, inner: int, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients
+    run: Pass, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients
 ) -> tuple[rows.JoinGradient, Slopes]:
     """The join's gradient as a product's kernel takes it, and where its results will be."""
     (N, C), norm = joined.r_NC.shape, join.norm
     small, out = _summed(join, grads), _slopes(run, torch.empty_like(joined.r_NC))
-    partials_PW = joined.r_NC.new_empty(
-        rows.partial_rows(part, N, rows.choose(part, N, inner)), len(small) * C, dtype=torch.float32
-    )
+    partials_PW = joined.r_NC.new_empty(rows.partial_rows(N, rows.choose(N)), len(small) * C, dtype=torch.float32)
     gradient = rows.JoinGradient(
         run.config.norm, norm.weight_C, joined.r_NC, joined.mean_N, joined.rstd_N, dresidual_NC, out.dr_NC,
         out.dbranch_NC if run.shape.p > 0 else None, partials_PW, norm.bias_C is not None,
@@ -189,15 +192,14 @@ def rows_sums(gradient: rows.JoinGradient, join: Join, grads: WeightGradients) -
 
 
 def project_backward(
-    run: Pass, dy_NK: Tensor, weight_KC: Tensor, dresidual_NC: Tensor, joined: Joined, join: Join,
+    run: Pass, name: str, dy_NK: Tensor, weight_KC: Tensor, dresidual_NC: Tensor, joined: Joined, join: Join,
     grads: WeightGradients,
 ) -> Slopes:  # fmt: skip
-    """Through dh = dy W and the join that made h: the input gradient of the joint projection."""
-    if "qkv" not in run.choices.rows:
+    """Through dh = dy W and the join that made h: the input gradient of product `name`, "qkv" or "up"."""
+    if name not in run.choices.rows:
         dh_NC = input_gradient(dy_NK, weight_KC, impl=run.choices.rest)
         return join_backward(run, dh_NC, dresidual_NC, joined, join, grads)
-    part: rows.Part = "project_backward"
-    gradient, out = rows_slopes(run, part, dy_NK.shape[1], dresidual_NC, joined, join, grads)
+    gradient, out = rows_slopes(run, dresidual_NC, joined, join, grads)
     rows.project_backward_raw(dy_NK, weight_KC, gradient)
     rows_sums(gradient, join, grads)
     return out

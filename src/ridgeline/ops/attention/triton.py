@@ -1,15 +1,17 @@
-"""Attention in Triton for any window and any card from sm_80 on: deterministic, nothing of size (T, T).
+"""Attention in Triton for any window and any card from sm_80 on: deterministic, scores only on chip.
 
 A tile of scores is QUERIES × KEYS. Tiles on the diagonal are masked, those before it are not: each kernel has a loop
-for either. With a relative term tiles are square: the skew is a gather along an axis of a product with 2 · TILE rows of
-the table. No product of a kernel is ever transposed: where keys must be rows, the scores are computed with keys as
+for either. No product of a kernel is ever transposed: where keys must be rows, the scores are computed with keys as
 rows.
 
+A relative term is read: r[i, x], the product of query i with row x of the table's last T rows, belongs to the key
+j = i − (T − 1 − x), so that a tile of scores is a tile of r whose rows begin one element earlier each. The gradient of
+the scores is written in the same places.
+
     forward    one sweep over the keys with a running maximum, or two: maximum and sum first, values after
-    dQ         also leaves delta = rowsum(dO ∘ O)
+    dQ         also leaves delta = rowsum(dO ∘ O), and dR
     dK, dV     a program for each key block, key head and part of the query heads that share it
     parts      their sum, where the query heads of a key head are more than one part
-    table      a program for each window of TILE distances and a share of the heads
 """
 
 # mypy: disallow-untyped-defs=False
@@ -49,14 +51,6 @@ def _keep(key_0, key_1, i, j, tiles, THRESHOLD: tl.constexpr):
 
 
 @triton.jit
-def _rows(pointer, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr):
-    """ROWS rows of D from row `first` on; rows outside [0, limit) are zero."""
-    row = first + tl.arange(0, ROWS)
-    place = row.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
-    return tl.load(pointer + place, mask=((row >= 0) & (row < limit))[:, None], other=0.0)
-
-
-@triton.jit
 def _tile(pointer, first, stride, limit, ROWS: tl.constexpr, D: tl.constexpr, EDGE: tl.constexpr):
     """ROWS rows of D from row `first` on, all of them inside unless EDGE; then those from `limit` on are zero."""
     r = tl.arange(0, ROWS)
@@ -73,39 +67,37 @@ def _store_rows(pointer, value, first, stride, limit, ROWS: tl.constexpr, D: tl.
 
 
 @triton.jit
-def _scores(q, k, table_ptr, i_0, j_0, R, D: tl.constexpr, TILE: tl.constexpr):
-    """Unscaled scores, queries as rows."""
-    s = _dot(q, tl.trans(k))
-    if table_ptr is not None:
-        e = _rows(table_ptr, R - TILE - (i_0 - j_0), D, R, 2 * TILE, D)
-        place = tl.arange(0, TILE)[None, :] - tl.arange(0, TILE)[:, None] + (TILE - 1)
-        s += tl.gather(_dot(q, tl.trans(e)), place, 1)
-    return s
+def _relative_tile(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL: tl.constexpr):
+    """Pointers and mask of the relative scores of queries i_0 + `r` and keys j_0 + `c`, of one broadcast shape.
+
+    What of an address is the same in the whole tile is added first, in 64 bits; the rest takes 32.
+    """
+    seen = i_0 + r < T
+    if DIAGONAL:
+        seen &= j_0 + c <= i_0 + r
+    return r_ptr + (tl.cast(i_0, tl.int64) * (r_t - 1) + (T - 1) + j_0) + (r * (r_t - 1) + c), seen
 
 
 @triton.jit
-def _scores_by_key(q, k, table_ptr, i_0, j_0, R, D: tl.constexpr, TILE: tl.constexpr):
-    """Unscaled scores, keys as rows."""
-    s = _dot(k, tl.trans(q))
-    if table_ptr is not None:
-        e = _rows(table_ptr, R - TILE - (i_0 - j_0), D, R, 2 * TILE, D)
-        place = tl.arange(0, TILE)[:, None] - tl.arange(0, TILE)[None, :] + (TILE - 1)
-        s += tl.gather(_dot(e, tl.trans(q)), place, 0)
-    return s
+def _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL: tl.constexpr):
+    """The relative part of a tile's unscaled scores."""
+    place, seen = _relative_tile(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
+    return tl.load(place, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _sum_weights(
-    maximum, total, q, k_ptr, table_ptr, i_0, first, last, to_log2, T, R, k_t,
+    maximum, total, q, k_ptr, r_ptr, i_0, first, last, to_log2, T, k_t, r_t,
     D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """Running maximum (scaled, to base 2) and sum of the weights of the keys from `first` to `last`."""
-    i = i_0 + tl.arange(0, QUERIES)
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     for j_0 in range(first, last, KEYS):
-        k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
-        s = _scores(q, k, table_ptr, i_0, j_0, R, D, KEYS)
+        s = _dot(q, tl.trans(_tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)))
+        if r_ptr is not None:
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
         if DIAGONAL:
-            s = tl.where((j_0 + tl.arange(0, KEYS))[None, :] <= i[:, None], s, -1e30)
+            s = tl.where(j_0 + c <= i_0 + r, s, -1e30)
         highest = tl.maximum(maximum, tl.max(s, 1) * to_log2)
         total = total * tl.exp2(maximum - highest) + tl.sum(tl.exp2(s * to_log2 - highest[:, None]), 1)
         maximum = highest
@@ -114,19 +106,20 @@ def _sum_weights(
 
 @triton.jit
 def _attend(
-    out, maximum, total, q, k_ptr, v_ptr, table_ptr, i_0, first, last, to_log2, key_0, key_1, T, R, k_t, v_t,
+    out, maximum, total, q, k_ptr, v_ptr, r_ptr, i_0, first, last, to_log2, key_0, key_1, T, k_t, v_t, r_t,
     D: tl.constexpr, THRESHOLD: tl.constexpr, SWEEPS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """The values of the keys from `first` to `last`, weighted and added; with one sweep also maximum and sum."""
-    i = i_0 + tl.arange(0, QUERIES)
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     for j_0 in range(first, last, KEYS):
-        j = j_0 + tl.arange(0, KEYS)
         k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
         v = _tile(v_ptr, j_0, v_t, T, KEYS, D, DIAGONAL)
-        s = _scores(q, k, table_ptr, i_0, j_0, R, D, KEYS)
+        s = _dot(q, tl.trans(k))
+        if r_ptr is not None:
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
         if DIAGONAL:
-            s = tl.where(j[None, :] <= i[:, None], s, -1e30)
+            s = tl.where(j_0 + c <= i_0 + r, s, -1e30)
         if SWEEPS == 1:
             highest = tl.maximum(maximum, tl.max(s, 1) * to_log2)
             factor = tl.exp2(maximum - highest)
@@ -137,15 +130,15 @@ def _attend(
         else:
             p = tl.exp2(s * to_log2 - maximum[:, None])
         if THRESHOLD > 0:
-            p = tl.where(_keep(key_0, key_1, i[:, None], j[None, :], (T + 15) // 16, THRESHOLD), p, 0.0)
+            p = tl.where(_keep(key_0, key_1, i_0 + r, j_0 + c, (T + 15) // 16, THRESHOLD), p, 0.0)
         out += _dot(p.to(v.dtype), v)
     return out, maximum, total
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset"])
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, lse_ptr, seed_step_ptr, site, sample_offset, scale, kept, T, R, H,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h,
+    q_ptr, k_ptr, v_ptr, r_ptr, out_ptr, lse_ptr, seed_step_ptr, site, sample_offset, scale, kept, T, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, r_b, r_t, r_h, o_b, o_t, o_h,
     SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, SWEEPS: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -155,6 +148,8 @@ def forward_kernel(
     b, h = (unit // H).to(tl.int64), unit % H
     k_ptr += b * k_b + (h // SHARE) * k_h
     v_ptr += b * v_b + (h // SHARE) * v_h
+    if r_ptr is not None:
+        r_ptr += b * r_b + h * r_h
     q = _tile(q_ptr + b * q_b + h * q_h, i_0, q_t, T, QUERIES, D, True)
     to_log2 = scale * _LOG2_E
     maximum = tl.full((QUERIES,), -1e30, tl.float32)
@@ -162,21 +157,21 @@ def forward_kernel(
     full, end = i_0 // KEYS * KEYS, i_0 + QUERIES  # all keys before `full` are before every query
     if SWEEPS == 2:
         maximum, total = _sum_weights(
-            maximum, total, q, k_ptr, table_ptr, i_0, 0, full, to_log2, T, R, k_t, D, QUERIES, KEYS, False
+            maximum, total, q, k_ptr, r_ptr, i_0, 0, full, to_log2, T, k_t, r_t, D, QUERIES, KEYS, False
         )
         maximum, total = _sum_weights(
-            maximum, total, q, k_ptr, table_ptr, i_0, full, end, to_log2, T, R, k_t, D, QUERIES, KEYS, True
+            maximum, total, q, k_ptr, r_ptr, i_0, full, end, to_log2, T, k_t, r_t, D, QUERIES, KEYS, True
         )
     key_0, key_1 = 0, 0
     if THRESHOLD > 0:
         key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
     out = tl.zeros((QUERIES, D), tl.float32)
     out, maximum, total = _attend(
-        out, maximum, total, q, k_ptr, v_ptr, table_ptr, i_0, 0, full, to_log2, key_0, key_1, T, R, k_t, v_t,
+        out, maximum, total, q, k_ptr, v_ptr, r_ptr, i_0, 0, full, to_log2, key_0, key_1, T, k_t, v_t, r_t,
         D, THRESHOLD, SWEEPS, QUERIES, KEYS, False,
     )  # fmt: skip
     out, maximum, total = _attend(
-        out, maximum, total, q, k_ptr, v_ptr, table_ptr, i_0, full, end, to_log2, key_0, key_1, T, R, k_t, v_t,
+        out, maximum, total, q, k_ptr, v_ptr, r_ptr, i_0, full, end, to_log2, key_0, key_1, T, k_t, v_t, r_t,
         D, THRESHOLD, SWEEPS, QUERIES, KEYS, True,
     )  # fmt: skip
     _store_rows(out_ptr + b * o_b + h * o_h, out * (kept / total)[:, None], i_0, o_t, T, QUERIES, D)
@@ -186,46 +181,49 @@ def forward_kernel(
 
 @triton.jit
 def _add_to_queries(
-    dq, q, d_out, lse, delta, k_ptr, v_ptr, table_ptr, i_0, first, last, to_log2, kept, key_0, key_1, T, R, k_t, v_t,
+    dq, q, d_out, lse, delta, k_ptr, v_ptr, r_ptr, dr_ptr, i_0, first, last, to_log2, scale, kept, key_0, key_1, T,
+    k_t, v_t, r_t,
     D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
-    """dQ of the keys from `first` to `last`, added."""
-    r = tl.arange(0, QUERIES)
+    """dQ of the keys from `first` to `last`, added, without what comes by way of the relative term."""
+    r, c = tl.arange(0, QUERIES)[:, None], tl.arange(0, KEYS)[None, :]
     for j_0 in range(first, last, KEYS):
-        j = j_0 + tl.arange(0, KEYS)
         k = _tile(k_ptr, j_0, k_t, T, KEYS, D, DIAGONAL)
         v = _tile(v_ptr, j_0, v_t, T, KEYS, D, DIAGONAL)
-        p = tl.exp2(_scores(q, k, table_ptr, i_0, j_0, R, D, KEYS) * to_log2 - lse[:, None])
+        s = _dot(q, tl.trans(k))
+        if r_ptr is not None:
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
+        p = tl.exp2(s * to_log2 - lse[:, None])
         if DIAGONAL:
-            p = tl.where(j[None, :] <= (i_0 + r)[:, None], p, 0.0)
+            p = tl.where(j_0 + c <= i_0 + r, p, 0.0)
         dp = _dot(d_out, tl.trans(v))
         if THRESHOLD > 0:
-            keep = _keep(key_0, key_1, (i_0 + r)[:, None], j[None, :], (T + 15) // 16, THRESHOLD)
+            keep = _keep(key_0, key_1, i_0 + r, j_0 + c, (T + 15) // 16, THRESHOLD)
             dp = tl.where(keep, dp * kept, 0.0)
         ds = p * (dp - delta[:, None])
         dq += _dot(ds.to(k.dtype), k)
-        if table_ptr is not None:
-            column = tl.arange(0, 2 * KEYS)[None, :] + r[:, None] - (KEYS - 1)
-            inside = (column >= 0) & (column < KEYS)
-            g = tl.where(inside, tl.gather(ds, tl.where(inside, column, 0), 1), 0.0)
-            e = _rows(table_ptr, R - KEYS - (i_0 - j_0), D, R, 2 * KEYS, D)
-            dq += _dot(g.to(e.dtype), e)
+        if dr_ptr is not None:
+            place, seen = _relative_tile(dr_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
+            tl.store(place, (ds * scale).to(dr_ptr.dtype.element_ty), mask=seen)
     return dq
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset"])
 def query_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, out_ptr, d_out_ptr, lse_ptr, delta_ptr, dq_ptr, seed_step_ptr, site, sample_offset,
-    scale, kept, T, R, H,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_b, o_t, o_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
+    q_ptr, k_ptr, v_ptr, r_ptr, dr_ptr, out_ptr, d_out_ptr, lse_ptr, delta_ptr, dq_ptr, seed_step_ptr, site,
+    sample_offset, scale, kept, T, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, r_b, r_t, r_h, o_b, o_t, o_h, do_b, do_t, do_h, dq_b, dq_t, dq_h,
     SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries of one head, and its delta."""
+    """dQ of one block of queries of one head, and its delta; dR as r lies, nothing elsewhere."""
     i_0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
     unit = tl.program_id(1)
     b, h = (unit // H).to(tl.int64), unit % H
     k_ptr += b * k_b + (h // SHARE) * k_h
     v_ptr += b * v_b + (h // SHARE) * v_h
+    if r_ptr is not None:
+        r_ptr += b * r_b + h * r_h
+        dr_ptr += b * r_b + h * r_h
     i = i_0 + tl.arange(0, QUERIES)
     q = _tile(q_ptr + b * q_b + h * q_h, i_0, q_t, T, QUERIES, D, True)
     d_out = _tile(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, QUERIES, D, True)
@@ -241,37 +239,40 @@ def query_gradient_kernel(
     dq = tl.zeros((QUERIES, D), tl.float32)
     full = i_0 // KEYS * KEYS
     dq = _add_to_queries(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, table_ptr, i_0, 0, full, to_log2, kept, key_0, key_1, T, R, k_t, v_t,
-        D, THRESHOLD, QUERIES, KEYS, False,
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, r_ptr, dr_ptr, i_0, 0, full, to_log2, scale, kept, key_0, key_1, T,
+        k_t, v_t, r_t, D, THRESHOLD, QUERIES, KEYS, False,
     )  # fmt: skip
     dq = _add_to_queries(
-        dq, q, d_out, lse, delta, k_ptr, v_ptr, table_ptr, i_0, full, i_0 + QUERIES, to_log2, kept, key_0, key_1, T, R,
-        k_t, v_t, D, THRESHOLD, QUERIES, KEYS, True,
+        dq, q, d_out, lse, delta, k_ptr, v_ptr, r_ptr, dr_ptr, i_0, full, i_0 + QUERIES, to_log2, scale, kept, key_0,
+        key_1, T, k_t, v_t, r_t, D, THRESHOLD, QUERIES, KEYS, True,
     )  # fmt: skip
     _store_rows(dq_ptr + b * dq_b + h * dq_h, dq * scale, i_0, dq_t, T, QUERIES, D)
 
 
 @triton.jit
 def _add_to_keys(
-    dk, dv, k, v, q_ptr, d_out_ptr, table_ptr, lse_ptr, delta_ptr, j_0, first, last, to_log2, kept, key_0, key_1,
-    T, R, q_t, do_t,
+    dk, dv, k, v, q_ptr, d_out_ptr, r_ptr, lse_ptr, delta_ptr, j_0, first, last, to_log2, kept, key_0, key_1,
+    T, q_t, do_t, r_t,
     D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of the queries from `first` to `last` of one head, added. Queries from T on are zero."""
-    j = j_0 + tl.arange(0, KEYS)
+    r, c = tl.arange(0, QUERIES)[None, :], tl.arange(0, KEYS)[:, None]
     for i_0 in range(first, last, QUERIES):
         i = i_0 + tl.arange(0, QUERIES)
         q = _tile(q_ptr, i_0, q_t, T, QUERIES, D, True)
         d_out = _tile(d_out_ptr, i_0, do_t, T, QUERIES, D, True)
         lse = tl.load(lse_ptr + i, mask=i < T, other=0.0) * _LOG2_E
         delta = tl.load(delta_ptr + i, mask=i < T, other=0.0)
-        p = tl.exp2(_scores_by_key(q, k, table_ptr, i_0, j_0, R, D, KEYS) * to_log2 - lse[None, :])
+        s = _dot(k, tl.trans(q))
+        if r_ptr is not None:
+            s += _relative(r_ptr, i_0, j_0, r, c, r_t, T, DIAGONAL)
+        p = tl.exp2(s * to_log2 - lse[None, :])
         if DIAGONAL:
-            p = tl.where(j[:, None] <= i[None, :], p, 0.0)
+            p = tl.where(j_0 + c <= i_0 + r, p, 0.0)
         dp = _dot(v, tl.trans(d_out))
         kept_p = p
         if THRESHOLD > 0:
-            keep = _keep(key_0, key_1, i[None, :], j[:, None], (T + 15) // 16, THRESHOLD)
+            keep = _keep(key_0, key_1, i_0 + r, j_0 + c, (T + 15) // 16, THRESHOLD)
             dp = tl.where(keep, dp * kept, 0.0)
             kept_p = tl.where(keep, p * kept, 0.0)
         dv += _dot(kept_p.to(d_out.dtype), d_out)
@@ -281,9 +282,10 @@ def _add_to_keys(
 
 @triton.jit(do_not_specialize=["site", "sample_offset"])
 def key_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seed_step_ptr, site, sample_offset,
-    scale, kept, T, R, H,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h, part, dk_b, dk_t, dk_h, dv_b, dv_t, dv_h,
+    q_ptr, k_ptr, v_ptr, r_ptr, d_out_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, seed_step_ptr, site, sample_offset,
+    scale, kept, T, H,
+    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, r_b, r_t, r_h, do_b, do_t, do_h, part, dk_b, dk_t, dk_h,
+    dv_b, dv_t, dv_h,
     SHARE: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -304,14 +306,17 @@ def key_gradient_kernel(
         if THRESHOLD > 0:
             key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
         q_head, d_out_head = q_ptr + b * q_b + h * q_h, d_out_ptr + b * do_b + h * do_h
+        r_head = r_ptr
+        if r_ptr is not None:
+            r_head = r_ptr + b * r_b + h * r_h
         dk, dv = _add_to_keys(
-            dk, dv, k, v, q_head, d_out_head, table_ptr, lse_ptr + unit * T, delta_ptr + unit * T, j_0,
-            j_0 // QUERIES * QUERIES, tl.minimum(below, T), to_log2, kept, key_0, key_1, T, R, q_t, do_t,
+            dk, dv, k, v, q_head, d_out_head, r_head, lse_ptr + unit * T, delta_ptr + unit * T, j_0,
+            j_0 // QUERIES * QUERIES, tl.minimum(below, T), to_log2, kept, key_0, key_1, T, q_t, do_t, r_t,
             D, THRESHOLD, QUERIES, KEYS, True,
         )  # fmt: skip
         dk, dv = _add_to_keys(
-            dk, dv, k, v, q_head, d_out_head, table_ptr, lse_ptr + unit * T, delta_ptr + unit * T, j_0,
-            below, T, to_log2, kept, key_0, key_1, T, R, q_t, do_t, D, THRESHOLD, QUERIES, KEYS, False,
+            dk, dv, k, v, q_head, d_out_head, r_head, lse_ptr + unit * T, delta_ptr + unit * T, j_0,
+            below, T, to_log2, kept, key_0, key_1, T, q_t, do_t, r_t, D, THRESHOLD, QUERIES, KEYS, False,
         )  # fmt: skip
     dk_ptr += tl.program_id(2).to(tl.int64) * part + b * dk_b + group * dk_h
     dv_ptr += tl.program_id(2).to(tl.int64) * part + b * dv_b + group * dv_h
@@ -336,49 +341,3 @@ def key_parts_kernel(
         _store_rows(dk_ptr + b * dk_b + group * dk_h, total, t_0, dk_t, T, ROWS, D)
     else:
         _store_rows(dv_ptr + b * dv_b + group * dv_h, total, t_0, dv_t, T, ROWS, D)
-
-
-@triton.jit(do_not_specialize=["site", "sample_offset"])
-def table_gradient_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, d_out_ptr, lse_ptr, delta_ptr, parts_ptr, seed_step_ptr, site, sample_offset,
-    scale, kept, T, R, H, units,
-    q_b, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, do_b, do_t, do_h,
-    SHARE: tl.constexpr, D: tl.constexpr, THRESHOLD: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One window's share of the table gradient, TILE distances from d_0 up, over every n-th head: rows as in the table.
-
-    Everything is laid out by (row of the window, query): scores by key are gathered into that shape at once.
-    """
-    d_0 = tl.program_id(0) * TILE
-    x, r = tl.arange(0, TILE), tl.arange(0, TILE)
-    distance = d_0 + TILE - 1 - x
-    first_row = R - TILE - d_0
-    e = _rows(table_ptr, first_row, D, R, TILE, D)
-    place = r[None, :] + x[:, None] + 1
-    to_log2 = scale * _LOG2_E
-    de = tl.zeros((TILE, D), tl.float32)
-    for unit in range(tl.program_id(1), units, tl.num_programs(1)):
-        b, h = tl.cast(unit // H, tl.int64), unit % H
-        if THRESHOLD > 0:
-            key_0, key_1 = _keys_of(seed_step_ptr, site, sample_offset, unit, H)
-        for i_0 in range(d_0, T, TILE):
-            i = i_0 + r
-            j_0 = i_0 - d_0 - TILE
-            q = _rows(q_ptr + b * q_b + h * q_h, i_0, q_t, T, TILE, D)
-            d_out = _rows(d_out_ptr + b * do_b + h * do_h, i_0, do_t, T, TILE, D)
-            k = _rows(k_ptr + b * k_b + (h // SHARE) * k_h, j_0, k_t, T, 2 * TILE, D)
-            v = _rows(v_ptr + b * v_b + (h // SHARE) * v_h, j_0, v_t, T, 2 * TILE, D)
-            row = tl.cast(unit, tl.int64) * T + i
-            lse = tl.load(lse_ptr + row, mask=i < T, other=0.0) * _LOG2_E
-            delta = tl.load(delta_ptr + row, mask=i < T, other=0.0)
-            s = tl.gather(_dot(k, tl.trans(q)), place, 0) + _dot(e, tl.trans(q))
-            j = i[None, :] - distance[:, None]
-            p = tl.where((j >= 0) & (i < T)[None, :], tl.exp2(s * to_log2 - lse[None, :]), 0.0)
-            dp = tl.gather(_dot(v, tl.trans(d_out)), place, 0)
-            if THRESHOLD > 0:
-                keep = _keep(key_0, key_1, i[None, :] + j * 0, tl.maximum(j, 0), (T + 15) // 16, THRESHOLD)
-                dp = tl.where(keep, dp * kept, 0.0)
-            de += _dot((p * (dp - delta[None, :])).to(q.dtype), q)
-    rows = tl.num_programs(0) * TILE
-    place_x = (tl.program_id(1) * rows + d_0 + TILE - 1 - x).to(tl.int64)
-    tl.store(parts_ptr + place_x[:, None] * D + tl.arange(0, D)[None, :], de * scale)

@@ -68,15 +68,13 @@ def _join_backward(
     return total_NC, total_NC if dbranch_NC is None else dbranch_NC, list(_sums(partials_PW, r_NC.dtype).split(C))
 
 
-def _norm_gradient(
-    norm: Norm, saved: tuple[Tensor, ...], dresidual_NC: Tensor | None, part: kernels.Part, F: int
-) -> JoinGradient:
+def _norm_gradient(norm: Norm, saved: tuple[Tensor, ...], dresidual_NC: Tensor | None) -> JoinGradient:
     """Where a backward kernel puts the gradient of a norm alone."""
     r_NC, mean_N, rstd_N = saved
     N, C = r_NC.shape
-    config = kernels.choose(part, N, F)
+    config = kernels.choose(N)
     shift = norm.bias_C is not None
-    partials_PW = r_NC.new_empty(kernels.partial_rows(part, N, config), (1 + shift) * C, dtype=torch.float32)
+    partials_PW = r_NC.new_empty(kernels.partial_rows(N, config), (1 + shift) * C, dtype=torch.float32)
     return JoinGradient(
         norm.kind, norm.weight_C, r_NC, mean_N, rstd_N, dresidual_NC, torch.empty_like(r_NC), None, partials_PW, shift,
         False, None,
@@ -119,7 +117,7 @@ class MlpHalf(torch.autograd.Function):
         next_norm, norm = Norm(ctx.kind, ctx.eps, next_w_C, next_b_C), Norm(ctx.kind, ctx.eps, w_C, b_C)
         total_NC, dz_NC, small = _join_backward(dr_NC, dh_NC, next_norm, saved[3:6], down_bias, ctx.masks)
         du_NF = torch.empty_like(a_NF)
-        join = _norm_gradient(norm, saved[:3], total_NC, "mlp_backward", F)
+        join = _norm_gradient(norm, saved[:3], total_NC)
         sums_PF = h_NC.new_empty(kernels.inner_partial_rows(N), F, dtype=torch.float32) if up_bias else None
         kernels.mlp_backward_raw(dz_NC, up_FC, down_CF, kept, du_NF, sums_PF, join)
         dw_C, db_C = _split(_sums(join.partials_PW, h_NC.dtype), C, join.bias)
@@ -175,7 +173,7 @@ class NormProject(torch.autograd.Function):
         *saved, h_NC, weight_QC, w_C, b_C = ctx.saved_tensors
         dy_NQ = dy_NQ.contiguous()
         norm = Norm(ctx.kind, ctx.eps, w_C, b_C)
-        join = _norm_gradient(norm, tuple(saved), None, "project_backward", len(weight_QC))
+        join = _norm_gradient(norm, tuple(saved), None)
         kernels.project_backward_raw(dy_NQ, weight_QC, join)
         dw_C, db_C = _split(_sums(join.partials_PW, h_NC.dtype), h_NC.shape[1], join.bias)
         dbias_Q = dy_NQ.sum(0, dtype=torch.float32).to(dy_NQ.dtype) if ctx.bias else None

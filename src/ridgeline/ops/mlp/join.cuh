@@ -180,13 +180,13 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], Residua
   }
 }
 
-// Sums begin at the bias (in shared memory) of the columns that this lane will own, in one block of a pair, or at zero.
+// Sums begin at the bias (in shared memory) of the columns that this lane will own, or at zero.
 template <bool HAS_BIAS, int PARTS, int COUNT>
-RL_D void begin_sums(float (&z)[PARTS][COUNT], u32 bias, const Place& me) {
+RL_D void begin_sums(float (&z)[PARTS][COUNT], u32 bias, bool add, const Place& me) {
 #pragma unroll
   for (int g = 0; g < PARTS * COUNT / 16; ++g) {
     float b[8] = {};
-    if (HAS_BIAS && me.split == 0) unpack_eight(b, load_shared_16(bias + 2 * me.column() + 64 * g + 16 * (me.lane % 4)));
+    if (HAS_BIAS && add) unpack_eight(b, load_shared_16(bias + 64 * g + 16 * (me.lane % 4)));
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int low = 16 * g + i / 2 * 4 + i % 2;

@@ -4,8 +4,9 @@ Launched early (ops/early.py), they fetch weights while the kernel before still 
 them.
 
 Where they pay: µs of a whole block, forward and backward in a graph on an H200, 8,192 rows of width 256, F 1,024,
-LayerNorm, biases: 146 with all four; 155 with the MLP as products with GELU in their epilogues and joins of their own,
-176 with the projections apart too. At 131,072 rows a block takes 2,200 to 2,240 with them, 2,020 without.
+LayerNorm, biases: 134 with all four by the sum of the kernels' times (before, 146 with all four, 155 with the MLP as
+products with GELU in their epilogues and joins of their own, 176 with the projections apart too). At 131,072 rows a
+block takes 2,250 with them, 2,090 with the projections and the joins beside the MLP's products, 2,050 without.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class Config(NamedTuple):
     """How a kernel divides its work.
 
     Attributes:
-        split: 2 lets a pair of blocks divide the inner dimension of one tile of 128 rows.
-        stages: ring slots of 16 KB; 0 takes as many as fit, up to 12.
+        abreast: 2 lets both warpgroups of a block finish half of the columns of 64 rows each. With 1 each has 64 of a
+            tile's 128 rows, and one's join runs under the other one's products.
+        stages: ring slots; 0 takes as many as fit, up to 12.
     """
 
-    split: int = 1
+    abreast: int = 2
     stages: int = 0
+
+
+ABREAST, WHOLE = Config(), Config(abreast=1)
 
 
 class Join(NamedTuple):
@@ -105,14 +110,9 @@ def source(part: Part) -> str:
     return _PARTS[part][0]
 
 
-def tile_rows(part: Part) -> int:
-    """Rows of the result that a block has."""
-    return 64 if part.startswith("project") else 128
-
-
-def tiles(part: Part, N: int) -> int:
+def tiles(N: int, config: Config = ABREAST) -> int:
     """Tiles of N rows."""
-    return -(-N // tile_rows(part))
+    return -(-N // (128 // config.abreast))
 
 
 def chunks(F: int) -> int:
@@ -122,7 +122,7 @@ def chunks(F: int) -> int:
 
 def kept_shape(N: int, F: int) -> tuple[int, int]:
     """Shape of the tensor that keeps GELU's derivative: padded, and in the kernels' own order (layout.cuh)."""
-    return tiles("mlp_forward", N) * 128, chunks(F) * CHUNK
+    return tiles(N, WHOLE) * 128, chunks(F) * CHUNK
 
 
 def hidden(h_NC: Tensor, F: int) -> tuple[Tensor, Tensor]:
@@ -152,27 +152,30 @@ def unkeep(kept: Tensor, N: int, F: int) -> Tensor:
     return _kept_view(kept).reshape(kept.shape)[:N, :F]
 
 
-def partial_rows(part: Part, N: int, config: Config) -> int:
+def partial_rows(N: int, config: Config) -> int:
     """Rows of the join's partial sums."""
-    return tiles(part, N) * (1 if part.startswith("project") else 2 * config.split)
+    return tiles(N, config) * 2 // config.abreast
 
 
 def inner_partial_rows(N: int) -> int:
     """Rows of the partial sums of du."""
-    return tiles("mlp_backward", N) * 2
+    return tiles(N)
 
 
 def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: int = 3, up_bias: bool = True) -> int:
     """Bytes of dynamic shared memory of a kernel (the layout is written in the .cu files)."""
-    rows, branch_sums, vectors = 2 * width * 128, sums * 4 * width * 4, 3 * width * 2
+    apart = config.abreast == 1
+    rows, vectors = (1 + apart) * width * 128, 3 * width * 2
+    branch_sums, statistics = sums * 4 * width * 4, 0 if apart else 2 * STATISTICS
+    staging = 2 * (max(PANELS, branch_sums) if apart else PANELS)
     size = {
-        "mlp_forward": rows + 2 * PANELS + vectors + chunks(F) * 256,
-        "mlp_backward": rows + 4 * PANELS + (2 * 2 * CHUNK * 4 if up_bias else 0) + width * 2,
-        "project_forward": 2 * STATISTICS + vectors,
-        "project_backward": 2 * STATISTICS + branch_sums + vectors,
+        "mlp_forward": rows + 2 * PANELS + statistics + vectors + chunks(F) * 256,
+        "mlp_backward": rows + staging + statistics + (2 * CHUNK * 4 if up_bias else 0) + width * 2,
+        "project_forward": statistics + vectors,
+        "project_backward": statistics + (1 + apart) * branch_sums + vectors,
     }[part]
-    slot = (64 + width) * 128 if part.startswith("project") else SLOT
-    return size + stages * slot + 512
+    project = part.startswith("project")
+    return size + stages * ((64 + width) * 128 if project else (1 + apart) * SLOT) + 512
 
 
 def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up_bias: bool = True) -> Config:
@@ -183,16 +186,10 @@ def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up
     return config._replace(stages=fitting[-1])
 
 
-def choose(part: Part, N: int, inner: int) -> Config:
-    """The configuration for N rows and F (or K) inner columns on the current device. Projections know but one.
-
-    Pairs of blocks divide the inner dimension while there are too few tiles to fill the card; measured on an H200 at
-    8,192 rows, a pair against a whole tile a block: MLP forward 29 against 42 µs, backward 48 against 78.
-    """
-    if part.startswith("project"):
-        return Config()
-    few = 2 * tiles(part, N) <= processors(torch.device("cuda"))
-    return Config(split=2 if few and chunks(inner) > 1 else 1)
+def choose(N: int) -> Config:
+    """The configuration for N rows on the current device."""
+    few = tiles(N) <= processors(torch.device("cuda"))
+    return ABREAST if few else WHOLE
 
 
 def join_macros(join: Join) -> dict[str, int]:
@@ -221,7 +218,7 @@ def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int
     """The macros of tile.cuh."""
     return {
         "WIDTH": width,
-        "SPLIT": config.split,
+        "ABREAST": config.abreast,
         "STAGES": config.stages,
         "RL_FP16": int(dtype == torch.float16),
     }
@@ -229,10 +226,6 @@ def tile_macros(width: int, dtype: torch.dtype, config: Config) -> dict[str, int
 
 def _rows_map(x_NK: Tensor, rows: int = 64) -> bytes:
     return cuda.tensor_map(x_NK, (rows, 64))
-
-
-def _panel_map(x_NF: Tensor) -> bytes:
-    return cuda.tensor_map(x_NF, (16, 32), swizzle=64)
 
 
 def _owned_map(weight_CK: Tensor) -> bytes:
@@ -262,8 +255,8 @@ def _launch(
     patient: bool = True,
 ) -> None:
     kernel = cuda.load(FOLDER / source(part), macros).kernel(part, _PARTS[part][1], patient=patient)
-    programs = min(tiles(part, N), processors(torch.device("cuda")) // config.split)
-    kernel.launch((programs * config.split,), THREADS, size, arguments)
+    programs = min(tiles(N, config), processors(torch.device("cuda")))
+    kernel.launch((programs,), THREADS, size, arguments)
 
 
 def mlp_forward_raw(
@@ -281,7 +274,7 @@ def mlp_forward_raw(
     """
     N, C = h_NC.shape
     F = up_FC.shape[0]
-    config = fitted("mlp_forward", C, config or choose("mlp_forward", N, F), F)
+    config = fitted("mlp_forward", C, config or choose(N), F)
     macros = {
         **tile_macros(C, h_NC.dtype, config),
         **join_macros(join),
@@ -290,7 +283,7 @@ def mlp_forward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(h_NC), _rows_map(up_FC, CHUNK), _owned_map(down_CF), _panel_map(a_NF), up_bias_F, join.branch_bias_C,
+        _rows_map(h_NC), _rows_map(up_FC), _owned_map(down_CF), _rows_map(a_NF, 16), up_bias_F, join.branch_bias_C,
         kept, join.residual_NC, join.weight_C, join.bias_C, join.r_NC, join.h_NC, join.mean_N,
         join.rstd_N, state, N, F, join.eps, *mask,
     )  # fmt: skip
@@ -314,7 +307,7 @@ def mlp_backward_raw(
     N, C = dz_NC.shape
     F = up_FC.shape[0]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("mlp_backward", C, config or choose("mlp_backward", N, F), F, sums, du_sums_PF is not None)
+    config = fitted("mlp_backward", C, config or choose(N), F, sums, du_sums_PF is not None)
     macros = {
         **tile_macros(C, dz_NC.dtype, config),
         **gradient_macros(join),
@@ -322,7 +315,7 @@ def mlp_backward_raw(
     }
     state, mask = _mask_arguments(join.masks)
     arguments = (
-        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _panel_map(du_NF), kept, du_sums_PF,
+        _rows_map(dz_NC), _rows_map(up_FC), _rows_map(down_CF), _rows_map(du_NF, 16), kept, du_sums_PF,
         *_gradient_arguments(join), state, N, F, *mask,
     )  # fmt: skip
     size = smem("mlp_backward", C, config, config.stages, F, sums, du_sums_PF is not None)
@@ -345,7 +338,7 @@ def project_forward_raw(
     """
     N, K = x_NK.shape
     C = weight_CK.shape[0]
-    config = fitted("project_forward", C, config or choose("project_forward", N, K))
+    config = fitted("project_forward", C, config or choose(N))
     macros = {**tile_macros(C, x_NK.dtype, config), **join_macros(join), "BACKWARD": 0}
     state, mask = _mask_arguments(join.masks)
     arguments = (
@@ -362,7 +355,7 @@ def project_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient, *
     N, K = dy_NK.shape
     C = weight_KC.shape[1]
     sums = 1 + join.bias + join.branch_bias
-    config = fitted("project_backward", C, config or choose("project_backward", N, K), sums=sums)
+    config = fitted("project_backward", C, config or choose(N), sums=sums)
     macros = {**tile_macros(C, dy_NK.dtype, config), **gradient_macros(join), "BACKWARD": 1}
     state, mask = _mask_arguments(join.masks)
     arguments = (

@@ -1,17 +1,19 @@
 // A product whose result is one row tile wide, and the join on either side of it, for sm_90a:
 //   forward   (BACKWARD 0)  y = x Wᵀ + b, then the join: the output projection of attention;      W [C, K]
 //   backward  (BACKWARD 1)  dh = dy W, then the gradient of the join before it: the QKV projection's; W [K, C]
-// A block has 64 rows, so that few rows fill the card, and each warpgroup half of their columns.
+// Few rows fill the card if a block has 64, and each warpgroup half of their columns (ABREAST 2). With many (ABREAST 1) each
+// warpgroup has 64 rows of its own, and its join runs under the other one's products.
 //
-// Macros: tile.cuh's (SPLIT 1), join.cuh's, BACKWARD.
-#define ABREAST 2
+// Macros: tile.cuh's, join.cuh's, BACKWARD.
 #include "join.cuh"
 
 using namespace rl;
 
 constexpr int X_BYTES = 64 * 128;  // of a slot: 64 rows × 64 of K
-constexpr int RING = 0, STATISTICS = STAGES * SLOT_BYTES, BRANCH_SUMS = STATISTICS + 2 * STATISTICS_BYTES;
-constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
+constexpr int PARTS = 1 + APART;       // 64 rows each, of a tile
+constexpr int RING = 0, STATISTICS = STAGES * SLOT_BYTES;
+constexpr int BRANCH_SUMS = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES);
+constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? PARTS * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
 struct Reads {  // what the join reads of every row
   const u16 *a, *b;
@@ -35,17 +37,22 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
   begin_reading();
   ring = Ring(smem + RING, bar);
   for (Tiles tiles(rows); tiles.valid(); tiles.advance())
-    for (int k = 0; k < blocks; ++k) {
-      if (tiles.round > 0 || k >= early) fetch_weight(k);
-      copy_2d(ring.address(), x, 64 * k, tiles.tile * TILE_ROWS, bar.full(ring.slot));
-      ring.advance();
-      if (k == 0 && reads.a) prefetch_rows(reads.a, rows, tiles.tile);
-      if (k == 0 && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
-    }
+    for (int part = 0; part < PARTS; ++part)
+      for (int k = 0; k < blocks; ++k) {
+        const int row = tiles.tile * TILE_ROWS + 64 * part;
+        if (tiles.round > 0 || part > 0 || k >= early) fetch_weight(k);
+        copy_2d(ring.address(), x, 64 * k, row, bar.full(ring.slot));
+        ring.advance();
+        if (k > 0) continue;
+        for (int later = STAGES; later < APART * blocks; ++later) prefetch_2d(x, 64 * later, row);
+        if (part == 0 && reads.a) prefetch_rows(reads.a, rows, tiles.tile);
+        if (part == 0 && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
+      }
 }
 
-// One tile's products.
+// One tile's products. Apart, the warpgroups take turns: a slot's barrier tells full from empty, not whose turn it is.
 RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Place& me) {
+  if (APART) begin_turn(me);
 #pragma unroll 1
   for (int k = 0; k < blocks; ++k) {
     ring.wait();
@@ -63,20 +70,26 @@ RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Plac
     }
     ring.advance();
   }
+  if (APART) end_turn(me);
   wgmma_wait<0>();
   wgmma_touch(acc[0]);
   release(ring, 1, me);
+  if (APART) ring.skip(blocks);
 }
 
 template <class Join, class Ahead, class Finish>
 RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar, const Place& me, Ahead ahead,
                   Finish finish) {
   Ring ring(smem + RING, bar);
+  if (APART && me.group == 1) {
+    ring.skip(blocks);
+    end_turn(me);  // the first turn is warpgroup 0's
+  }
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    const int row = tiles.tile * TILE_ROWS + first_row(me);
+    const int row = tiles.tile * TILE_ROWS + (APART ? 64 * me.group : 0) + first_row(me);
     float acc[1][HELD / 2], v[OWN_ROWS][LANE];
     ahead.load(join, row, me);
-    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias, me);
+    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias + 2 * me.column(), true, me);
     multiply(acc, blocks, ring, me);
     take_rows(v, acc);
     finish(v, ahead, row, tiles);
@@ -99,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&x), prefetch_map(&w);
-  begin(bar);
+  begin<1>(bar);
   if (me.group < 0) {
     registers_down<40>();
 #if BACKWARD
@@ -124,8 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     consume(join, 0, blocks, smem, bar, me, Ahead{},
             [&](float (&v)[OWN_ROWS][LANE], const Ahead& ahead, int row, const Tiles& tiles) {
               own_columns(v, me);
-              join_backward(join, v, ahead, row, smem + BRANCH_SUMS, smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES,
-                            tiles.tile, me);
+              join_backward(join, v, ahead, row, smem + BRANCH_SUMS + (APART ? me.group * SUMS_BYTES : 0),
+                            smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES,
+                            PARTS * tiles.tile + (APART ? me.group : 0), me);
             });
 #else
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, h, mean, rstd, eps, rows, mask, smem + STATISTICS};

@@ -24,6 +24,10 @@ RL_D u32 load_shared_u32(u32 address) { return shared<u32>(address); }
 RL_D void store_shared_u32(u32 address, u32 value) { shared<u32>(address) = value; }
 RL_D float load_shared(u32 address) { return shared<float>(address); }
 RL_D void store_shared(u32 address, float value) { shared<float>(address) = value; }
+RL_D void store_shared_4(u32 address, float a, float b, float c, float d) {
+  const float v[4] = {a, b, c, d};
+  for (int i = 0; i < 4; ++i) shared<float>(address + 4 * i) = v[i];
+}
 RL_D void load_shared_4(float (&v)[4], u32 address) {
   for (int i = 0; i < 4; ++i) v[i] = shared<float>(address + 4 * i);
 }

@@ -1,0 +1,76 @@
+"""Tables of the second article's comparison: PyTorch's ways to run a step, peers and `best`, on its two models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ridgeline.bench.peers import PEERS
+from ridgeline.bench.ratios import SUBJECT, over_pytorch, ratio
+from ridgeline.cost import Phase
+from ridgeline.records import ContenderResult, Record, WorkloadInfo
+from ridgeline.report.sections import timed
+from ridgeline.report.sweeps import sweeps
+from ridgeline.report.table import Cell, Table, number, quantity, words
+
+MODELS = ("gpt2-c256", "fast-c256")
+BATCH, CONTEXT, PRECISION = 32, 256, "bf16"
+PYTORCH = ("eager", "graph", "compile", "reduce-overhead", "max-autotune", "compile+graph")
+PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
+
+
+def _first_step(record: Record, name: str) -> float | None:
+    """Seconds of a contender's first step, from the group that measured it."""
+    return next((r.first_step_s for r in record.contenders if r.name == name and r.first_step_s is not None), None)
+
+
+def engines(records: Sequence[Record]) -> Table:
+    """Every engine and peer on each model: speed, phases, first step, and how much faster `best` is.
+
+    Args:
+        records: one of a workload.
+    """
+    rows: list[list[Cell]] = []
+    for model in MODELS:
+        asked = WorkloadInfo(name=model, batch=BATCH, context=CONTEXT, precision=PRECISION)
+        record = next((r for r in records if r.workload == asked), None)
+        found = {} if record is None else {r.name: r for r in timed(record)}
+        for name in (*PYTORCH, *PEERS, SUBJECT):
+            if record is not None and name in found:
+                rows.append(_row(record, found[name]))
+    headers = ("model", "engine", "ms a step", "tokens/s", *(f"{phase} ms" for phase in PHASES), "first step, s",
+               f"`{SUBJECT}` against it")  # fmt: skip
+    return Table(headers=headers, rows=rows).without_empty()
+
+
+def _row(record: Record, result: ContenderResult) -> list[Cell]:
+    over = None if result.name == SUBJECT else ratio(record, SUBJECT, result.name)
+    return [
+        words(f"`{'' if record.workload is None else record.workload.name}`"),
+        words(f"`{result.name}`"),
+        number(result.step_ms, ".4g"),
+        quantity(result.tokens_per_s),
+        *(number((result.phases_ms or {}).get(phase), ".3g") for phase in PHASES),
+        number(_first_step(record, result.name), ".0f"),
+        Cell(text="–" if over is None else str(over)),
+    ]
+
+
+def contexts(records: Sequence[Record]) -> Table:
+    """Tokens/s over the context at the same positions a step, and `best` against the best PyTorch.
+
+    Args:
+        records: one of a workload.
+    """
+    shown = (SUBJECT, *reversed(PYTORCH))
+    rows: list[list[Cell]] = []
+    for sweep in (sweep for sweep in sweeps(records) if sweep.kind.name == "context"):
+        for record in (records[index] for index in sweep.members.values()):
+            info, over = record.workload, over_pytorch(record)
+            if info is None or over is None:
+                continue
+            found = {r.name: r.tokens_per_s for r in timed(record)}
+            speeds = [quantity(found.get(name)) for name in shown]
+            place = [words(f"`{info.name}`"), number(info.context, "d"), number(info.batch, "d")]
+            rows.append([*place, *speeds, Cell(text=str(over))])
+    headers = ("model", "context", "batch", *(f"`{name}`" for name in shown), "`best` against the best PyTorch")
+    return Table(headers=headers, rows=rows).without_empty()
