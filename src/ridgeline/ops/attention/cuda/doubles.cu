@@ -38,25 +38,34 @@ struct alignas(8) Floats {
 // nor every other row's meet in a bank.
 RL_D int place(int row, int pair) { return row * D + 2 * (pair ^ (row & 6) ^ (row & 1) << 2); }
 
+// The value itself, of which the compiler knows nothing: places that depend on it are computed anew where they are needed,
+// not kept in registers from one use to the next.
+RL_D int anew(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Half of the rows of two tiles on their way: from T on zeros.
 struct Halves {
   float4 held[2][HELD];
 
   RL_D void load(const float* a, int a_pitch, const float* b, int b_pitch, int first, int T) {
+    const int thread = anew(threadIdx.x);
 #pragma unroll
     for (int n = 0; n < HELD; ++n) {
-      const int at = threadIdx.x + n * THREADS, row = first + at / (D / 4), column = at % (D / 4) * 4;
+      const int at = thread + n * THREADS, row = first + at / (D / 4), column = at % (D / 4) * 4;
       const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
       held[0][n] = row < T ? *reinterpret_cast<const float4*>(a + static_cast<i64>(row) * a_pitch + column) : none;
       held[1][n] = row < T ? *reinterpret_cast<const float4*>(b + static_cast<i64>(row) * b_pitch + column) : none;
     }
   }
   RL_D void store(double* tiles, int first) const {
+    const int thread = anew(threadIdx.x);
 #pragma unroll
     for (int n = 0; n < HELD; ++n)
 #pragma unroll
       for (int tile = 0; tile < 2; ++tile) {
-        const int at = threadIdx.x + n * THREADS, row = first + at / (D / 4), pair = at % (D / 4) * 2;
+        const int at = thread + n * THREADS, row = first + at / (D / 4), pair = at % (D / 4) * 2;
         const float4 v = held[tile][n];
         *reinterpret_cast<Doubles*>(tiles + tile * TILE + place(row, pair)) = {v.x, v.y};
         *reinterpret_cast<Doubles*>(tiles + tile * TILE + place(row, pair + 1)) = {v.z, v.w};
@@ -344,17 +353,25 @@ extern "C" __global__ void __launch_bounds__(256, 1)
   dk += first * dkv_pitch + head % share * part + group * D, dv += first * dkv_pitch + head % share * part + group * D;
   wait_for_previous();
   let_next_start();
+  Halves halves;
+  halves.load(k, kv_pitch, v, kv_pitch, 0, T);
   load_statistics(statistics, out, d_out, out_pitch, lse + static_cast<i64>(blockIdx.x) * T, T);
-  // A whole tile at a time: there are no registers for a half on its way.
-  bring(tiles, k, kv_pitch, v, kv_pitch, T);
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn)  // rows of both ends, so that warps have alike to do
-    if (const int row = ROWS * (turn ? warp : 15 - warp); row < T)
+  for (int turn = 0; turn < 2; ++turn) {  // rows of both ends, so that warps have alike to do
+    halves.store(tiles, turn * HALF);
+    __syncthreads();
+    if (turn == 0) halves.load(k, kv_pitch, v, kv_pitch, HALF, T);
+    else halves.load(q, q_pitch, d_out, out_pitch, HALF, T);
+    if (const int row = ROWS * (turn ? 15 - warp : warp); row < T)
       query_gradients(tiles, statistics, q, q_pitch, d_out, out_pitch, row, dq, dq_pitch, T, scale);
+  }
   __syncthreads();
-  bring(tiles, q, q_pitch, d_out, out_pitch, T);
 #pragma unroll 1
-  for (int turn = 0; turn < 2; ++turn)
+  for (int turn = 0; turn < 2; ++turn) {
+    if (turn == 1) halves.load(q, q_pitch, d_out, out_pitch, 0, T);  // there are no registers to do so ahead
+    halves.store(tiles, (1 - turn) * HALF);
+    __syncthreads();
     if (const int row = ROWS * (turn ? warp : 15 - warp); row < T)
       key_gradients(tiles, statistics, k, v, kv_pitch, row, dk, dv, dkv_pitch, T, scale);
+  }
 }
