@@ -49,12 +49,12 @@ def linear(
     """x Wᵀ + b over the last axis; or gelu(x Wᵀ + b); or residual + dropout(x Wᵀ + b). With gradients.
 
     Args:
-        x: (…, K), any float dtype ("cuda": bf16 or fp16); `weight_MK` (M, K) and `bias_M` (M,) of the same dtype.
+        x: (…, K), any float dtype ("cuda": not fp64); `weight_MK` (M, K) and `bias_M` (M,) of the same dtype.
         gelu: "exact" or "tanh".
         residual: (…, M), not together with `gelu`.
         masks: dropout; needs `residual`, and x's leading axes to be (B, T) with T of the masks.
         impl: "reference" (plain torch), "torch" (explicit backward over cuBLAS, fp32 weight gradients),
-            "cuda" (Hopper GEMM with fused epilogues).
+            "cuda" (Hopper GEMM with fused epilogues; in fp32 for K and M that are multiples of 4).
 
     Returns:
         (…, M) in x's dtype; for "torch" and "cuda" each row starts at a multiple of 16 bytes, so that for odd widths it

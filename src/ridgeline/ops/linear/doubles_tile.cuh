@@ -10,7 +10,6 @@
 #pragma once
 #include "ridgeline/doubles.cuh"
 
-
 namespace rl {
 
 constexpr int SLAB = 16;                                 // of K
