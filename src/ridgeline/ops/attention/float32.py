@@ -40,9 +40,7 @@ LANES = Kernels(
     _SOURCES / "float32.cu", 512, 3 * _TILE + 16 * _SQUARE,
     256, 4 * _TILE + 8 * _SQUARE + 4 * 64 * (WIDTH + 4) + 8 * LONGEST, False,
 )  # fmt: skip
-DOUBLES = Kernels(
-    _SOURCES / "doubles.cu", 256, 2 * 8 * LONGEST * WIDTH, 256, 2 * 8 * LONGEST * WIDTH + 8 * LONGEST, True
-)
+DOUBLES = Kernels(_SOURCES / "doubles.cu", 128, 3 * _TILE, 256, 4 * _TILE + 8 * LONGEST, True)
 
 
 def choose(device: torch.device) -> Kernels:

@@ -24,7 +24,7 @@ from ridgeline.ops.linear.wgrad import CHUNK, MAX_PROBLEMS, TILE_M, Gradient, jo
 PRODUCT = Path(__file__).parent / "doubles.cu"
 GRADIENTS = Path(__file__).parent / "doubles_gradients.cu"
 SLAB = 16  # columns of K at a time, as in the kernels
-STAGES = 2
+STAGES = 4
 PLAIN, BIAS, GELU, FACTOR, RESIDUAL = range(5)  # epilogues, as in the kernel
 ADD_WEIGHT, ADD_BIAS = 1, 2
 _PROBLEM = struct.Struct("<QQQQiiiiii")
@@ -49,15 +49,15 @@ class Tile(NamedTuple):
 
     def macros(self) -> dict[str, int]:
         """What the kernels are compiled with."""
-        return {"WARPS_M": 4, "WARPS_N": self.warps, "WARP_N": self.width, "BLOCKS": self.blocks}
+        return {"WARPS_M": 4, "WARPS_N": self.warps, "WARP_N": self.width, "BLOCKS": self.blocks, "STAGES": STAGES}
 
     def smem(self, a_by_rows: bool, b_by_rows: bool) -> int:
-        """Bytes of the slabs in shared memory."""
-        numbers = (
-            length * (SLAB + 4) if by_rows else SLAB * (length + 4)
+        """Bytes of the ring of slabs."""
+        floats = (
+            length * (SLAB + 4) if by_rows else SLAB * (length + 8)
             for length, by_rows in ((TILE_M, a_by_rows), (self.columns, b_by_rows))
         )
-        return 8 * STAGES * sum(numbers)
+        return 4 * STAGES * sum(floats)
 
 
 TILE = Tile()  # the fastest of three on an H200
