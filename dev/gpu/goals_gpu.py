@@ -49,7 +49,8 @@ CORES = os.cpu_count() or 2
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Sizes, contenders, steps of a turn, steps whose phases are measured, steps profiled, rounds, who is profiled."""
+    """Sizes, contenders, steps of a turn, steps whose phases are measured, steps profiled, rounds, who is profiled, and
+    whether it is looked into last, when the memory of the others is free."""
 
     sizes: dict = dataclasses.field(default_factory=dict)
     contenders: str = PAIR
@@ -58,6 +59,7 @@ class Row:
     profile: int = 0
     rounds: int = 4
     within: tuple = ()
+    last: bool = False
 
 
 def rows():
@@ -66,14 +68,14 @@ def rows():
     rungs = ("best", *RUNGS)
     found = {
         # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups
-        "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 6, phases=3),
+        "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 6, phases=3, last=True),
         "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, **short),
         "hal-20m:foot": Row({}, f"{PAIR},m0,eager", 3, profile=1, within=("m0",), **short),
         "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **short),
         "hal-20m:singles": Row({}, f"{PAIR},m2,{SINGLES}", 4, rounds=2),
         "hal-5m": Row({}, f"{PAIR},compile+graph:explicit,{PYTORCH}", 10, phases=3),
         "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute", 6, profile=1, within=rungs, **short),
-        "gpt2-124m": Row({}, PAIR, 8, phases=3),
+        "gpt2-124m": Row({}, PAIR, 8, phases=3, last=True),
     }
     for name in ("gpt2-c256", "fast-c256"):
         peers = "transformers,liger" if name == "gpt2-c256" else "liger"
@@ -115,8 +117,7 @@ class Wave:
         self.left = sum(len(ROWS[key].contenders.split(",")) for key in keys)  # contenders that are not built
         self.few = max(1, self.left // 10)
         self.building = set(keys)  # rows
-        # who needs much memory is looked into last, when the others are gone
-        looks = sorted(keys, key=lambda key: LARGE.get(name_of(key), 0))
+        looks = sorted(keys, key=lambda key: ROWS[key].last)
         self.order = [("turns", key) for key in keys] + [("look", key) for key in looks]
 
     def built(self, teams):

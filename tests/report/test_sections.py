@@ -35,6 +35,13 @@ def test_the_ladder_is_climbed_in_order_and_its_gains_stand_beside_the_articles(
     assert table_of(layers)["backward, article"][:5] == ["50.35", "39.23", "19.84", "19.91", "19.01"]
 
 
+def test_single_changes_follow_their_rung_whatever_their_speed():
+    record = samples.ladder()
+    single = [samples.result("m2+reuse", 150.0, 512, 256), samples.result("m2+zero_fill", 210.0, 512, 256)]
+    names = [r.name for r in timed(replace(record, contenders=[*single, *record.contenders]))]
+    assert names[:6] == ["m0", "m1", "m2", "m2+reuse", "m2+zero_fill", "m3"]
+
+
 def test_a_rung_that_is_slower_or_not_told_apart_is_said_so():
     record = samples.ladder()
     slower = [replace(c, step_ms=200.0) if c.name == "m2" else c for c in record.contenders]

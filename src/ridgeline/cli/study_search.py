@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
     best = best_of(trials, plan.goal)
     if best is None:
-        raise ConfigError(_nothing(trials))
+        raise ConfigError(_nothing(trials, plan.goal.kind))
     chosen = options.out / CHOSEN
     write_whole(chosen, to_toml(chosen_config(plan, best)))
     file = keep_record(search_record(plan, trials, best), options.out / RECORD)
@@ -155,14 +155,14 @@ class _Teller:
                 self._console.print("further refusals are only counted", highlight=False)
 
 
-def _nothing(trials: Sequence[Trial]) -> str:
+def _nothing(trials: Sequence[Trial], kind: str) -> str:
     """Why none of the trials came to an end, and what to change."""
     reasons = list(dict.fromkeys(trial.reason for trial in trials if trial.reason))
     said = "; ".join(reasons[:REASONS]) or "no time"
     more = f"; and {len(reasons) - REASONS} more reasons" if len(reasons) > REASONS else ""
     cure = "give other candidates to --space, or a longer --trial and --budget"
     if not all(trial.state == "refused" for trial in trials):
-        cure = "raise --budget, or lower --trial or --eval-windows"
+        cure = "raise --budget, or lower --eval-windows" if kind == "loss" else "raise --budget"
     return f"none of {len(trials)} trials came to an end ({said}{more}); {cure}"
 
 

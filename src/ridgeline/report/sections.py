@@ -81,7 +81,8 @@ def role_of(name: str) -> str:
 
 
 def timed(record: Record) -> list[ContenderResult]:
-    """Every contender that was timed, once: rungs in climbing order, `best`, then the others from fast to slow.
+    """Every contender that was timed, once: rungs in climbing order, each before its single changes, `best`, then the
+    others from fast to slow.
 
     Of one that ran in several groups it is the result in the group with the most rungs, so that a ladder is of a piece.
     """
@@ -91,9 +92,10 @@ def timed(record: Record) -> list[ContenderResult]:
             found.setdefault(result.name, result)
     order = [*articles.LADDER, SUBJECT]
 
-    def place(result: ContenderResult) -> tuple[int, float]:
+    def place(result: ContenderResult) -> tuple[int, bool, float]:
         base = base_of(result.name)
-        return order.index(base) if base in order else len(order), result.step_ms or 0.0
+        rung = base in order
+        return order.index(base) if rung else len(order), rung and result.name != base, result.step_ms or 0.0
 
     return sorted(found.values(), key=place)
 

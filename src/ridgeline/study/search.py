@@ -302,8 +302,9 @@ class _Attempt:
             a_point = (self._judged[-1] - self._judged[0]) / (len(self._judged) - 1)
             whole = self._judged[-1] - self._begun + a_point * (POINTS - len(self.path))
             if whole > self.left + self.plan.trial_s + GRACE_SECONDS:
+                beside = "validations" if self.plan.goal.kind == "loss" else f"{GAMES} games at each of {POINTS} points"
                 raise RidgelineError(
-                    f"would take {whole:.0f} s with its validations, {self.left:.0f} s of the budget were left"
+                    f"would take {whole:.0f} s with its {beside}, {self.left:.0f} s of the budget were left"
                 )
 
     def _reaches(self, point: Point, quality: float) -> bool:

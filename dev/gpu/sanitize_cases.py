@@ -1,0 +1,412 @@
+"""One small run of each kernel, for compute-sanitizer: a case a process, started by sanitize_gpu.py.
+
+    PYTHONPATH=src python3 dev/gpu/sanitize_cases.py CASE
+
+Says which kernels it launches, each at its first launch. Without a card the Triton kernels are interpreted and the
+references stand in for CUDA C++. Data is made on the host, so that no kernel but those under test is instrumented.
+"""
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from ridgeline.ops._triton import interpreter
+
+interpreter.enable()  # does nothing on a card; before any kernel is imported
+
+from ridgeline.bench.workloads import random_batch, workload
+from ridgeline.data import shards, text
+from ridgeline.data.loader import Batches
+from ridgeline.data.resident import ResidentBatches
+from ridgeline.data.window import WindowSpec
+from ridgeline.engine import TrainStep
+from ridgeline.models import build
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops import heads as sequential
+from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops.activation import bias_gelu
+from ridgeline.ops.attention import attention
+from ridgeline.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from ridgeline.ops.dropout import DropoutState, dropout
+from ridgeline.ops.embedding import embedding
+from ridgeline.ops.inputs import InputColumns, input_layer
+from ridgeline.ops.linear import Masks, gemm, linear, wgrad
+from ridgeline.ops.linear.products import aligned_empty, slope_empty
+from ridgeline.ops.linear.reduce import Job
+from ridgeline.ops.mlp import Mlp, Norm, mlp_half, norm_project, project_join
+from ridgeline.ops.norm import norm, residual_norm
+from ridgeline.ops.policy_heads import HeadWeights, policy_heads
+from ridgeline.optim import OptimizerConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOOL = os.environ.get("SANITIZER_TOOL", "memcheck")
+CASES = {}
+PLANTED = """
+extern "C" __global__ void memcheck(float* x, int n) { x[n + threadIdx.x] = 1.0f; }
+extern "C" __global__ void racecheck(float* x, int n) {
+  __shared__ float shared[64];
+  shared[threadIdx.x] = x[threadIdx.x];
+  x[threadIdx.x] = shared[63 - threadIdx.x];
+}
+extern "C" __global__ void synccheck(float* x, int n) {
+  if (threadIdx.x % 32 < 16) __syncwarp(0xffff0000u);
+  x[threadIdx.x] = 1.0f;
+}
+extern "C" __global__ void initcheck(float* x, int n) { x[threadIdx.x] += 1.0f; }
+"""
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def draw(*shape, dtype=None, scale=1.0, shift=0.0):
+    """Made on the host, so that no kernel but those under test has to be instrumented."""
+    return (torch.randn(shape) * scale + shift).to(dtype or torch.bfloat16).to(DEVICE).requires_grad_()
+
+
+def differentiate(outputs, leaves):
+    """A forward pass has run; its backward pass, of random gradients."""
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
+    leaves = [leaf for leaf in leaves if leaf is not None]
+    grads = torch.autograd.grad(outputs, leaves, [draw(*out.shape, dtype=out.dtype).detach() for out in outputs])
+    for x in (*outputs, *grads):
+        assert torch.isfinite(x.detach().cpu()).all(), "not finite"
+
+
+def masks(T, p=0.2):
+    return Masks(p, dropout_state(), 4, T)
+
+
+def dropout_state():
+    return DropoutState(torch.tensor([2**40 + 17, 5]).to(DEVICE), 3)
+
+
+def impl(name):
+    return name if DEVICE == "cuda" or not name.startswith("cuda") else "reference"
+
+
+@case
+def planted():
+    """The mistake that the tool at hand is for."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "planted.cu").write_text(PLANTED)
+        kernel = cuda.load(Path(folder) / "planted.cu").kernel(TOOL, "Pi")
+    x = torch.empty(64, device="cuda") if TOOL == "initcheck" else torch.ones(64).cuda()
+    kernel.launch((1,), 64, 0, (x, 64))
+    torch.cuda.synchronize()
+
+
+def attend(name, B, T, H, G, D, rows=0, p=0.0, dtype=None):
+    joint = draw(B, T, (H + 2 * G) * D, dtype=dtype)
+    q, k, v = (x.unflatten(-1, (-1, D)) for x in joint.split((H * D, G * D, G * D), -1))
+    table = draw(rows, D, scale=0.5, dtype=dtype) if rows else None
+    state = dropout_state() if p else None
+    out = attention(q, k, v, table, scale=D**-0.5, p=p, dropout=state, site=4, impl=impl(name))
+    differentiate(out, [joint, table])
+
+
+@case
+def attention_short():
+    attend("cuda", 2, 177, 4, 2, 64, 177, 0.2)
+    attend("cuda", 2, 100, 4, 4, 32)
+
+
+@case
+def attention_short_256():
+    attend("cuda", 1, 256, 2, 2, 64, 256, 0.2)
+
+
+@case
+def attention_short_group():
+    attend("cuda", 1, 256, 4, 1, 32)
+
+
+@case
+def attention_short_whole_groups():
+    """Enough groups that a block takes one with all its heads."""
+    attend("cuda", 400, 16, 2, 1, 64, 16, 0.2)
+
+
+@case
+def attention_plain():
+    attend("cuda-plain", 1, 333, 6, 2, 64)
+    attend("cuda-plain", 1, 200, 4, 1, 32, dtype=torch.float16)
+
+
+@case
+def attention_float():
+    attend("cuda-fp32", 2, 177, 8, 1, 32, dtype=torch.float32)
+
+
+@case
+def attention_triton():
+    attend("triton", 1, 70, 2, 1, 32, 80, 0.2)
+    attend("triton", 1, 77, 4, 1, 32)
+    attend("triton-two-sweep", 1, 65, 1, 1, 64, 65, dtype=torch.float32)
+
+
+def norm_of(C, kind, bias=True):
+    return Norm(kind, 1e-5, draw(C, scale=0.2, shift=1.0), draw(C) if bias else None)
+
+
+@case
+def mlp_rows(C=256, F=512, N=200):
+    for kind, gelu, bias, drop in (("layernorm", "exact", True, masks(100)), ("rmsnorm", "tanh", False, None)):
+        norm, following = norm_of(C, kind, bias), norm_of(C, kind, bias)
+        small = (draw(F), draw(C)) if bias else (None, None)
+        mlp = Mlp(draw(F, C, scale=C**-0.5), small[0], draw(C, F, scale=F**-0.5), small[1], gelu)
+        r = draw(N, C)
+        weights = (norm.weight_C, norm.bias_C, *mlp[:4], following.weight_C, following.bias_C)
+        differentiate(mlp_half(r, norm, mlp, following, masks=drop, impl=impl("cuda")), [r, *weights])
+
+
+@case
+def mlp_rows_narrow():
+    mlp_rows(128, 200)
+
+
+@case
+def project_rows():
+    N, K, C = 200, 200, 256
+    norm = norm_of(C, "layernorm")
+    x, weight, bias, residual = draw(N, K), draw(C, K, scale=K**-0.5), draw(C), draw(N, C)
+    joined = project_join(x, weight, bias, residual, norm, masks=masks(100), impl=impl("cuda"))
+    differentiate(joined, [x, weight, bias, residual, *norm[2:]])
+    r, weight, bias = draw(N, C), draw(K, C, scale=C**-0.5), draw(K)
+    differentiate(norm_project(r, norm, weight, bias, impl=impl("cuda")), [r, *norm[2:], weight, bias])
+
+
+@case
+def linear_stationary():
+    for K, M, rest in ((256, 512, {"gelu": "exact"}), (512, 264, {"residual": draw(2, 150, 264), "masks": masks(150)})):
+        x, weight, bias = draw(2, 150, K), draw(M, K, scale=K**-0.5), draw(M)
+        differentiate(linear(x, weight, bias, **rest, impl=impl("cuda")), [x, weight, bias, rest.get("residual")])
+
+
+@case
+def linear_gemm():
+    """The general product: every epilogue, an inner width that fills no tile."""
+    M, N, K = 300, 264, 584
+    x, w, bias, c = (t.detach() for t in (draw(M, K), draw(N, K, scale=K**-0.5), draw(N), draw(M, N)))
+    turned, slope = draw(K, N).detach(), slope_empty(x, M, N)
+    drop = masks(150)
+    for weight, rest in (
+        (w, {}),
+        (w, {"bias_N": bias}),
+        (w, {"bias_N": bias, "gelu": "exact", "slope_MN": slope}),
+        (w, {"bias_N": bias, "gelu": "tanh", "slope_MN": slope}),
+        (w, {"bias_N": bias, "residual_MN": c, "masks": drop}),
+        (turned, {"transposed_b": True}),
+        (turned, {"transposed_b": True, "factor_MN": slope}),
+    ):
+        if DEVICE == "cuda":
+            out = aligned_empty(x, M, N)
+            gemm.gemm(x, weight, out, gemm.Config(), **rest)
+            assert torch.isfinite(out.cpu()).all(), rest.keys()
+
+
+@case
+def weight_gradients():
+    if DEVICE == "cpu":
+        return
+    fp32 = lambda *shape: torch.zeros(shape).cuda()
+    for N, shapes in ((1000, [(768, 256), (256, 256), (512, 256), (256, 512)] * 3), (200, [(136, 72), (64, 130)])):
+        layers = [
+            wgrad.Gradient(draw(N, M).detach(), draw(N, -(-K // 8) * 8).detach()[:, :K], fp32(M, K), fp32(M))
+            for M, K in shapes
+        ]
+        partials, sums = draw(264, 1, 512, dtype=torch.float32).detach(), fp32(1, 512)
+        wgrad.weight_gradients_raw(layers, also=[Job(partials, sums)])
+        assert all(torch.isfinite(layer.dweight_MK.cpu()).all() for layer in layers)
+
+
+def policy_heads_by(name):
+    rows, width, classes = 333, 128, (9, 37, 6)
+    heads, seen = [], width
+    for count in classes:
+        inner = seen // 2 // 4 * 4
+        norm, up = (draw(seen, scale=0.2, shift=1.0), draw(seen)), (draw(inner, seen, scale=seen**-0.5), draw(inner))
+        heads.append(HeadWeights(*norm, *up, draw(count, inner, scale=inner**-0.5), draw(count)))
+        seen += count
+    targets = torch.stack([torch.randint(count, (rows,)) for count in classes], 1)
+    targets[::7] = -100
+    x = draw(rows, width)
+    losses = policy_heads(x, heads, targets.to(DEVICE), impl=impl(name))
+    differentiate(losses, [x, *(w for head in heads for w in head)])
+
+
+@case
+def heads_hopper():
+    policy_heads_by("cuda")
+
+
+@case
+def heads_triton():
+    policy_heads_by("triton")
+    N, C, width, heads = 200, 64, 64, []
+    for V in (9, 6):
+        F, some = width // 2, draw(width, scale=0.2, shift=1.0)
+        heads.append(
+            sequential.HeadWeights(some, draw(width), draw(F, width, scale=width**-0.5), draw(F), draw(V, F), draw(V))
+        )
+        width += V
+    targets = torch.stack([torch.randint(V, (N,)) for V in (9, 6)], 1).to(torch.int8).to(DEVICE)
+    state = draw(N, C)
+    losses = sequential.heads_losses(state, heads, targets, conditioning="logits", impl="triton")
+    differentiate(losses, [state, *(w for head in heads for w in head)])
+
+
+@case
+def inputs():
+    rows = ((5, 4), (20, 6), (30, 8))
+    columns = InputColumns(tables=(0, 1, 1, 2, 2), numbers=7, one_hots=((0, 9), (2, 5)))
+    width, N = 4 + 2 * 6 + 2 * 8 + 7 + 14, 333
+    categories = torch.stack([torch.randint(rows[t][0], (N,)) for t in columns.tables], 1).short().to(DEVICE)
+    previous = torch.stack([torch.randint(n, (N,)) for n in (9, 3, 5)], 1).short().to(DEVICE)
+    numbers = draw(N, 7, dtype=torch.float32).detach()
+    weight, bias, tables = draw(64, width), draw(64), [draw(*shape) for shape in rows]
+    differentiate(
+        input_layer(categories, numbers, previous, columns, tables, weight, bias, impl="triton"),
+        [weight, bias, *tables],
+    )
+
+
+@case
+def norms():
+    B, T, C = 3, 37, 200
+    for dtype in (torch.bfloat16, torch.float32):
+        branch, residual, weight, bias, branch_bias = (draw(*s, dtype=dtype) for s in [(B, T, C)] * 2 + [(C,)] * 3)
+        differentiate(
+            residual_norm(
+                branch, residual, weight, bias,
+                branch_bias_C=branch_bias, p=0.2, dropout=dropout_state(), impl="triton",
+            ),
+            [branch, residual, weight, bias, branch_bias],
+        )  # fmt: skip
+        x = draw(B, T, C, dtype=dtype)
+        differentiate(norm(x, weight, impl="triton", kind="rmsnorm"), [x, weight])
+
+
+@case
+def embeddings():
+    for B, T, V, C in ((4, 33, 65, 64), (2, 40, 50257, 32)):
+        ids, table, positions = torch.randint(V, (B, T)).to(DEVICE), draw(V, C), draw(T, C)
+        out = embedding(ids, table, positions, p=0.1, dropout=dropout_state(), site=4, impl="triton")
+        differentiate(out, [table, positions])
+
+
+@case
+def cross_entropies():
+    for N, V in ((300, 65), (40, 50257)):
+        targets, logits = torch.randint(V, (N,)), draw(N, V)
+        targets[::5] = -100
+        differentiate(cross_entropy(logits, targets.to(DEVICE), impl="triton"), [logits])
+    for V, chunk in ((65, None), (650, 100)):
+        hidden, weight, bias = draw(300, 64), draw(V, 64, scale=0.1), draw(V)
+        targets = torch.randint(V, (300,)).to(DEVICE)
+        differentiate(
+            linear_cross_entropy(hidden, weight, bias, targets, chunk=chunk, impl="triton"), [hidden, weight, bias]
+        )
+
+
+@case
+def pointwise():
+    for kind in ("exact", "tanh"):
+        x, bias = draw(77, 200), draw(200)
+        differentiate(bias_gelu(x, bias, kind=kind, impl="triton"), [x, bias])
+    x = draw(3, 37, 52)
+    differentiate(dropout(x, 0.2, dropout_state(), 3, impl="triton"), [x])
+    for P, W in ((37, 100), (300, 70), (20, 5000)):
+        column_sums_raw(draw(P, W, dtype=torch.float32).detach(), torch.zeros(W).to(DEVICE))
+
+
+def train(name, impl_name, batch=2, context=40, steps=2, algorithm=None, **decoder):
+    """Steps of a preset with one block, each a call: no graph hides a launch."""
+    case = workload(name, batch=batch, context=context)
+    case = replace(case, model=replace(case.model, decoder=replace(case.model.decoder, layers=1, **decoder)))
+    model = build(case.model, impl=impl_name, seed=1).to(DEVICE)
+    optimizer = OptimizerConfig(algorithm=algorithm or "adamw")
+    step = TrainStep(model, optimizer=optimizer, precision="bf16", capture=False)
+    for seed in range(steps):
+        step(random_batch(case, torch.device(DEVICE), seed))
+    assert all(m.loss == m.loss for m in step.metrics())
+
+
+@case
+def step_gpt2():
+    train("gpt2-c256", "fused")
+
+
+@case
+def step_fast():
+    train("fast-c256", "fused")
+
+
+@case
+def step_fast_long():
+    train("fast-c256", "fused", batch=1, context=300, steps=1)
+
+
+@case
+def step_hal():
+    train("hal-20m", "fused")
+
+
+@case
+def step_muon():
+    train("gpt2-c256", "fused", algorithm="muon", dropout=0.1)
+
+
+@case
+def rungs_materialised():
+    train("hal-5m", "m0", steps=1)
+    train("hal-5m", "m1", steps=1)
+
+
+@case
+def rungs_fused():
+    train("hal-5m", "m2", steps=1)
+    train("hal-5m", "r16", steps=1)
+
+
+@case
+def windows():
+    with tempfile.TemporaryDirectory() as folder:
+        letters = np.random.default_rng(0).integers(97, 123, 1000).astype(np.uint8)
+        data = text.open_text(shards.read(text.write(Path(folder) / "x", letters, "bytes", name="x", source="random")))
+        batches = ResidentBatches(Batches(data, WindowSpec(context=37), batch=6), torch.device(DEVICE))
+        for step in range(2):
+            batches.draw(torch.tensor([99, step]).to(DEVICE))
+        assert all((x.cpu() < 123).all() for x in batches.tensors.values())
+
+
+def main(name):
+    import triton
+    from ridgeline.ops._cuda.launch import Kernel
+    from triton.runtime.interpreter import GridExecutor
+
+    launched, launch, interpret = set(), Kernel.launch, GridExecutor.__call__
+
+    def tell(kernel):  # at once: a run that hangs has said what it launched last
+        if kernel not in launched:
+            launched.add(kernel)
+            print(f"LAUNCHED {kernel}", flush=True)
+
+    Kernel.launch = lambda kernel, *a: (tell(kernel.name), launch(kernel, *a))[1]
+    GridExecutor.__call__ = lambda grid, *a, **k: (tell(grid.fn.__name__), interpret(grid, *a, **k))[1]
+    triton.knobs.runtime.launch_enter_hook.add(lambda data: tell(data.get()["name"]))
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    CASES[name]()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
