@@ -321,6 +321,9 @@ def main(arguments):
     seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
     only_build = arguments[:1] == ["build"]
     waves = [part.split() for part in " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"]).split(" -- ")]
+    odd = {key for keys in waves for key in keys} - set(ROWS)
+    if odd:
+        sys.exit(f"no row is called {', '.join(sorted(odd))}; known: {', '.join(ROWS)}")
     global wave
     began = time.time()
     end = began + (seconds or 150 * len(waves))
