@@ -5,7 +5,7 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
 impl="cuda"   what an H200 did fastest: with an inner size up to 512 the product with its weights in registers
-              (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says
+              (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says; in fp32 `doubles`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.ops.linear import gemm, stationary
+from ridgeline.ops.linear import doubles, gemm, stationary
 from ridgeline.ops.linear.folded import SHARE, FoldedNorm, FoldedWeights, folded_statistics
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 from ridgeline.ops.norm.reference import norm_reference
@@ -69,6 +69,15 @@ def forward_raw(
     takes = norm is not None and residual_NM is None
     whole_tiles = masks is None or masks.T >= stationary.LEAST_SAMPLE
     named = product_scope("forward", len(x_NK), weight_MK.shape[1], weight_MK.shape[0])
+    if impl == "cuda" and x_NK.dtype == torch.float32:
+        with named:
+            doubles.product(
+                x_NK, weight_MK, out_NM,
+                bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM if masks is None else None,
+            )  # fmt: skip
+        if masks is not None and residual_NM is not None:
+            torch.add(masked(out_NM, masks), residual_NM, out=out_NM)
+        return
     if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
         with named:
             stationary.stationary(
@@ -122,15 +131,21 @@ def input_gradient_raw(
     *,
     slope_NK: Tensor | None = None,
     norm: FoldedNorm | None = None,
+    sums: bool = True,
     impl: str = "torch",
 ) -> Tensor | None:
     """dx = dy W; where x was a GELU, with its derivative in `slope_NK`, the gradient of its input: dy W · slope.
 
     Returns:
-        With `slope_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the GELU's bias).
+        With `slope_NK` and `sums`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the
+        GELU's bias).
         With the `norm` before the GELU's product too, whose 1 / σ then multiplies dx behind those sums.
     """
     named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
+    if impl == "cuda" and dy_NM.dtype == torch.float32:
+        with named:
+            doubles.product(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
+        return dx_NK.sum(0, keepdim=True) if sums and slope_NK is not None else None
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         with named:
             return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK, norm=norm)
@@ -142,10 +157,9 @@ def input_gradient_raw(
     if slope_NK is None:
         return None
     torch.mul(dx_NK, slope_NK, out=dx_NK)
-    sums_1K = dx_NK.sum(0, keepdim=True, dtype=torch.float32)
-    if norm is None:
-        return sums_1K
-    dx_NK.mul_(norm.rstd_M[:, None])
+    sums_1K = dx_NK.sum(0, keepdim=True, dtype=torch.float32) if sums else None
+    if norm is not None:
+        dx_NK.mul_(norm.rstd_M[:, None])
     return sums_1K
 
 
