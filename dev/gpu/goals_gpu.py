@@ -35,12 +35,12 @@ from ridgeline.models.rungs import RUNGS, is_rung
 from ridgeline.records import write_record
 
 OUT, CARD = Path(os.environ.get("OUT", "/tmp")), torch.device("cuda:0")
-PAIR, PYTORCH = "best,compile+graph", "reduce-overhead,compile,graph,eager"
-SWEEP = f"{PAIR},reduce-overhead,graph,eager"  # what the second article compares
+PAIR = "best,compile+graph"
+PYTORCH = f"{PAIR},reduce-overhead,graph,eager"  # what the second article compares; torch.compile alone is in ladders
 ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lanes"
 MQA = "gpt2-c256+kv_heads=1"
 NAMES = (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m")
-LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 45, 8, 0.25
+LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 60, 8, 0.25
 ANSWER_S = 45  # longest turn, or look into a contender; who takes longer is ended
 LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
 LENT_GIB = 60  # what `build` takes of a card that others use
@@ -73,22 +73,22 @@ def rows():
         "hal-20m:foot": Row({}, f"{PAIR},m0,eager", 3, profile=1, within=("m0",), **short),
         "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **short),
         "hal-20m:singles": Row({}, f"{PAIR},m2,{SINGLES}", 4, rounds=2),
-        "hal-5m": Row({}, f"{PAIR},compile+graph:explicit,{PYTORCH}", 10, phases=3),
-        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute", 6, profile=1, within=rungs, **short),
+        "hal-5m": Row({}, f"{PYTORCH},compile+graph:explicit", 10, phases=3),
+        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute,compile", 6, profile=1, within=rungs, **short),
         "gpt2-124m": Row({}, PAIR, 8, phases=3, last=True),
     }
     for name in ("gpt2-c256", "fast-c256"):
         peers = "transformers,liger" if name == "gpt2-c256" else "liger"
-        found[name] = Row({}, f"{PAIR},{PYTORCH}", 30, phases=3)
-        ladder = f"{PAIR},{ALL_RUNGS},{peers},{SINGLES}"
+        found[name] = Row({}, PYTORCH, 30, phases=3)
+        ladder = f"{PAIR},{ALL_RUNGS},{peers},compile,{SINGLES}"
         found[f"{name}:ladder"] = Row({}, ladder, 30, profile=1, within=rungs, **short)
         found[f"{name}:autotune"] = Row({}, f"{PAIR},max-autotune", 30, **short)
-        found[f"{name}-512"] = Row({"batch": 512}, f"{PAIR},reduce-overhead", 12)
-        found[f"{name}-fp32"] = Row({"precision": "fp32"}, f"{PAIR},reduce-overhead", 15)
+        found[f"{name}-512"] = Row({"batch": 512}, steps=12)
+        found[f"{name}-fp32"] = Row({"precision": "fp32"}, steps=15)
         for context in (128, 512, 1024):
             sizes = {"batch": 8192 // context, "context": context}
-            found[f"{name}-t{context}"] = Row(sizes, SWEEP, rounds=2)
-        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, SWEEP)
+            found[f"{name}-t{context}"] = Row(sizes, PYTORCH, rounds=2)
+        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, PYTORCH)
     found[f"{MQA}-2048"] = Row({"batch": 4, "context": 2048})
     for name in ("gpt2-c256", "fast-c256", MQA):  # what one KV head does for long windows
         found[f"{name}-4096"] = Row({"batch": 4, "context": 4096})
@@ -197,6 +197,8 @@ def medians(teams):
 def looked(self, teams):
     """As far as there is time: whoever is left out has no phases and kernels, and keeps its times."""
     plan, within = self.plan, ROWS[row_here()].within
+    if not plan.phases and not plan.profile:
+        return  # its memory is free for the others
     wave.wait_turn(row_here(), "look")
     for team in sorted(teams, key=lambda team: "+" in team.name and team.name != "compile+graph"):
         if time.time() < wave.end - SPARE_S:
@@ -319,6 +321,9 @@ def main(arguments):
     seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
     only_build = arguments[:1] == ["build"]
     waves = [part.split() for part in " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"]).split(" -- ")]
+    odd = {key for keys in waves for key in keys} - set(ROWS)
+    if odd:
+        sys.exit(f"no row is called {', '.join(sorted(odd))}; known: {', '.join(ROWS)}")
     global wave
     began = time.time()
     end = began + (seconds or 150 * len(waves))
@@ -331,7 +336,7 @@ def main(arguments):
         if left < LEAST_S:
             print("no time for", *keys, flush=True)
             continue
-        build_s = min(130, max(0.65 * left, left - 30))
+        build_s = min(130, left - 20 - 40 * later)
         share_cores([name for key in keys for name in ROWS[key].contenders.split(",")])
         wave = Wave(keys, build_s, end - LATER_S * later)
         threads = [threading.Thread(target=one, args=(key,), name=key) for key in keys]

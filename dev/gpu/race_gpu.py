@@ -108,13 +108,17 @@ def left(deadline):
     return deadline - (time.monotonic() - BEGUN)
 
 
-def train_all(trainers, deadline):
-    """Until all are ready, then in turn on each device."""
+def train_all(trainers, deadline, seconds):
+    """Until all are ready, then in turn on each device, `seconds` each: not begun where that cannot end in time."""
     while any(trainer.state == "set up" for trainer in trainers) and left(deadline) > 0:
         for trainer in trainers:
             trainer.hear(0.05)
     while "GO" in os.environ and not Path(os.environ["GO"]).exists() and left(deadline) > 0:
         time.sleep(0.1)
+    devices = [trainer.device for trainer in trainers]
+    needed = max((devices.count(device) * (seconds + 5) for device in devices), default=0)
+    if needed > left(deadline):
+        raise SystemExit(f"training takes {needed:.0f} s and {left(deadline):.0f} s are left before the games: not begun")
     say("training begins")
     while left(deadline) > 0:
         for device in {trainer.device for trainer in trainers}:
@@ -271,7 +275,7 @@ def main():
     context = mp.get_context("spawn")
     waiting = [c for c in plans["race"].contenders if _unfinished(plans["race"], root / "race", c)]
     trainers = [Trainer(context, c, plans["race"], root / "race", limit) for c in waiting]
-    train_all(trainers, limit - GAMES_SECONDS)
+    train_all(trainers, limit - GAMES_SECONDS, plans["race"].grid[-1])
     for trainer in trainers:
         trainer.end()
     pack(root, out)

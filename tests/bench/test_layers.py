@@ -37,6 +37,7 @@ def kernel(name: str, phase, *shapes, operator: str = "_Stack", kind: str = "ker
         (kernel("project_forward", "forward"), "output projection"),
         (kernel("project_backward", "backward"), "QKV"),
         (kernel("weight_gradients", "backward"), "weight gradients"),
+        (kernel("gradients_of_floats", "backward"), "weight gradients"),
         (kernel("reduce", "backward"), "pointwise"),
         (kernel("attention_forward", "forward"), "attention"),
         (kernel("attention_backward", "backward"), "attention"),
@@ -83,10 +84,12 @@ def test_products_of_our_own_say_their_shape(scope, op):
     assert KernelMap(HAL, 512, 256)(replace(kernel("stationary", "forward"), scope=scope)) == op
 
 
-def test_products_say_their_shape_to_a_profiler(monkeypatch):
-    x, weight, out = torch.randn(4, 8), torch.randn(3, 8), torch.empty(4, 3)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_products_say_their_shape_to_a_profiler(monkeypatch, dtype):
+    x, weight, out = (torch.randn(*shape).to(dtype) for shape in ((4, 8), (3, 8), (4, 3)))
     seen = []
     monkeypatch.setattr(products.stationary, "stationary", lambda *_, **__: seen.append("launched"))
+    monkeypatch.setattr(products.doubles, "product", lambda *_, **__: seen.append("launched"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         products.forward_raw(x, weight, out, impl="cuda")
         products.input_gradient_raw(out, weight, x, impl="cuda")

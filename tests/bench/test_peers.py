@@ -50,31 +50,42 @@ def test_transformers_gpt2_is_the_same_function():
     torch.testing.assert_close(theirs.loss(batch), ours.loss(batch))
 
 
-def waits(self):
+def waits(*_):
     raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_ligers_loss_can_be_captured(monkeypatch):
-    """It asks the card how many targets count, and a captured step cannot wait for the answer."""
+    """Its own function asks the card how many targets count; a captured step cannot wait for the answer."""
 
-    def loss(state_NC, weight_VC, targets_N, weights, bias, ignored):
-        count = (targets_N != ignored).sum().item()
-        return F.cross_entropy(state_NC @ weight_VC.t(), targets_N, reduction="sum") / count, None
+    def forward(state_NC, weight_VC, targets_N, ignore_index):
+        count = (targets_N != ignore_index).sum().item()
+        with torch.enable_grad():
+            state, weight = state_NC.detach().requires_grad_(), weight_VC.detach().requires_grad_()
+            loss = F.cross_entropy(state @ weight.t(), targets_N, reduction="sum") / count
+            gradients = torch.autograd.grad(loss, (state, weight))
+        return loss.detach(), None, None, None, *gradients, None
 
     norm = types.SimpleNamespace(apply=lambda x, w, b, eps: F.layer_norm(x, w.shape, w, b, eps))
-    ops = types.SimpleNamespace(
-        LigerLayerNormFunction=norm, LigerFusedLinearCrossEntropyFunction=types.SimpleNamespace(apply=loss)
-    )
-    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
+    fused = types.SimpleNamespace(fused_linear_cross_entropy_forward=forward)
+    for name, module in (
+        ("", types.ModuleType("liger_kernel")),
+        (".ops", types.SimpleNamespace(LigerLayerNormFunction=norm)),
+        (".ops.fused_linear_cross_entropy", fused),
+    ):
+        monkeypatch.setitem(sys.modules, f"liger_kernel{name}", module)
     case = small("gpt2-c256")
     ours, theirs, batch = build(case.model, seed=0), peer_model("liger", case), random_batch(case, CPU)
-    monkeypatch.setattr(torch.Tensor, "item", waits, raising=False)
-    with pytest.raises(RuntimeError, match="capturing"):
-        ours.loss(batch).item()
-    found = theirs.loss(batch)
-    monkeypatch.undo()
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.Tensor, "item", waits, raising=False)
+        capturing.setattr(torch, "equal", waits)
+        with pytest.raises(RuntimeError, match="capturing"):
+            ours.loss(batch).item()
+        found = theirs.loss(batch)
+        (3 * found).backward()
     torch.testing.assert_close(found, ours.loss(batch))
+    (3 * ours.loss(batch)).backward()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
 
 
 @pytest.mark.gpu

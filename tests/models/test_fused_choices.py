@@ -19,7 +19,7 @@ from models.test_fused import (
 )
 from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import Choices, choose
-from ridgeline.ops.linear import products
+from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
 from ridgeline.ops.mlp import Norm, kernels
 from ridgeline.ops.mlp.reference import join_of
@@ -100,6 +100,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
     monkeypatch.setattr(kernels, "mlp_backward_raw", mlp_backward)
     monkeypatch.setattr(gradients, "weight_gradients_raw", grouped)
+    monkeypatch.setattr(doubles, "weight_gradients", grouped)
     return lambda choices: monkeypatch.setattr(stack, "choose", lambda *_: choices)
 
 
@@ -137,7 +138,8 @@ def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
     for raw in ("forward_raw", "input_gradient_raw"):
         real = getattr(products, raw)
         monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
-    played(Choices(attention="reference", mlp="cuda", qkv="cuda", out=out))
+    rest = "cuda" if out == "cuda" else "torch"
+    played(Choices(attention="reference", mlp="cuda", qkv="cuda", out=out, rest=rest))
     equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 

@@ -107,6 +107,21 @@ def test_cuda(shape: tuple[int, ...], p: float, dtype: torch.dtype, impl: str) -
     compare(op, inputs, impl)
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("T", [16, 64, 65])
+def test_more_heads_than_a_card_takes_at_a_time(T: int) -> None:
+    inputs = draw(T, 4, 2, 64, T, B=250)
+    reason = available("cuda", inputs["q"], inputs["k"], inputs["v"], inputs["table"])
+    if reason is not None:
+        pytest.skip(reason)
+
+    def op(q, k, v, table, impl):
+        return attention(q, k, v, table, scale=0.125, p=0.2, dropout=DROPOUT, site=4, impl=impl)
+
+    compare(op, inputs, "cuda")
+
+
 @pytest.mark.parametrize("rows", [0, 40])
 def test_torch_is_the_reference(rows: int) -> None:
     inputs = [None if x is None else x.double() for x in draw(33, 4, 2, 16, rows).values()]

@@ -22,7 +22,7 @@ from ops.attention_cases import (
     tensor_map,
     unwritten,
 )
-from ridgeline.ops.attention.short import backward_block, forward_smem
+from ridgeline.ops.attention.short import backward_block, forward_blocks, forward_smem
 
 FORWARD = """#include "forward.cu"
 extern "C" const char* run(const rl::TensorMap* m, const rl::u16* q, rl::u16* o, float* lse, const rl::i64* seed_step,
@@ -54,6 +54,8 @@ CASES = [
     Case(T=100, H=4, G=2, D=64, rows=0, p=0.0, seed=3, late=True),
     Case(T=256, H=3, G=3, D=64, rows=0, p=0.1, grid=1, seed=12, late=True),
     Case(T=37, H=3, G=3, D=32, rows=64, p=0.3, grid=1, seed=4),
+    Case(T=37, H=7, G=7, D=32, rows=64, p=0.3, grid=1, seed=4),
+    Case(T=16, H=4, G=2, D=64, rows=16, p=0.2, B=2, grid=1, seed=3, late=True),
     Case(T=256, H=3, G=3, D=32, rows=256, p=0.2, grid=1, seed=7, late=True),
     Case(T=128, H=5, G=5, D=64, rows=200, p=0.2, grid=1, seed=8),
     Case(T=256, H=4, G=1, D=32, rows=0, p=0.0, grid=3, seed=5),
@@ -105,7 +107,8 @@ def test_forward_of_few_heads(case: Case, tmp_path: Path) -> None:
 
 def check_forward(case: Case, groups: dict[str, int], tmp_path: Path) -> None:
     x = Problem(case)
-    library = compiled(tmp_path, FORWARD, case.defines | groups)
+    blocks = forward_blocks(case.T, case.B * case.H, case.grid)
+    library = compiled(tmp_path, FORWARD, case.defines | groups | {"ROW_BLOCKS": blocks})
     out = unwritten(case.B, case.T, case.H, case.D, dtype=torch.bfloat16)
     lse = unwritten(case.B, case.H, case.T)
     box = (1, 64, 1, case.D)

@@ -12,17 +12,18 @@ from error_budget import compare
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops._cuda import build
 from ridgeline.ops.attention import attention, attention_reference, available, float32
+from ridgeline.ops.attention.float32 import DOUBLES, LANES, Kernels
 
 SOURCES = Path(float32.__file__).parent / "cuda"
 RUN = """#include "ridgeline/hopper.cuh"
-#include "float32.cu"
+#include SOURCE
 extern "C" const char* run(const float* q, const float* k, const float* v, float* out, float* lse, const float* d_out,
                            float* dq, float* dk, float* dv, rl::i64 part, const int* n,
-                           float scale, int grid, int seed) {
-  const char* fault = emulation::launch(grid, 512, seed, false, [=] {
+                           float scale, int grid, int forward, int backward, int seed) {
+  const char* fault = emulation::launch(grid, forward, seed, seed % 2, [=] {
     attention_forward_float(q, k, v, out, lse, n[0], n[1], n[2], n[3], n[4], n[5], scale);
   });
-  return fault ? fault : emulation::launch(grid, 256, seed, false, [=] {
+  return fault ? fault : emulation::launch(grid, backward, seed, seed % 2, [=] {
     attention_backward_float(q, k, v, out, d_out, lse, dq, dk, dv, part, n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7],
                              scale);
   });
@@ -38,7 +39,8 @@ def heads(joint: Tensor, H: int, G: int) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize(
     ("B", "T", "H", "G"), [(1, 256, 1, 1), (2, 100, 2, 2), (1, 177, 4, 1), (1, 16, 2, 1), (2, 2, 1, 1), (1, 129, 1, 1)]
 )
-def test_whole_kernels_on_the_host(B: int, T: int, H: int, G: int, emulation: Any) -> None:
+@pytest.mark.parametrize("kernels", [LANES, DOUBLES])
+def test_whole_kernels_on_the_host(B: int, T: int, H: int, G: int, kernels: Kernels, emulation: Any) -> None:
     torch.manual_seed(T)
     D, share = float32.WIDTH, H // G
     joint = torch.randn(B, T, (H + 2 * G) * D)
@@ -52,8 +54,9 @@ def test_whole_kernels_on_the_host(B: int, T: int, H: int, G: int, emulation: An
         dk, dv = parts[0, 0], parts[0, 1]
     sizes = (ctypes.c_int * 8)(T, H, share, q.stride(1), k.stride(1), out.stride(1), dq.stride(1), dk.stride(1))
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in (q, k, v, out, lse, d_out, dq, dk, dv)]
-    run = emulation.compile(RUN, {}, SOURCES)
-    fault = run(*pointers, ctypes.c_int64(parts.stride(0)), sizes, ctypes.c_float(0.2), B * H, T)
+    run = emulation.compile(RUN.replace("SOURCE", f'"{kernels.source.name}"'), {}, SOURCES)
+    threads = (kernels.forward_threads, kernels.backward_threads)
+    fault = run(*pointers, ctypes.c_int64(parts.stride(0)), sizes, ctypes.c_float(0.2), B * H, *threads, T)
     assert fault is None, fault
     if share > 1:
         dk, dv = parts.sum(0)
@@ -69,8 +72,9 @@ def test_whole_kernels_on_the_host(B: int, T: int, H: int, G: int, emulation: An
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("needs_nvrtc")
-def test_nothing_spills() -> None:
-    for used in build(SOURCES / "float32.cu", {}, "sm_90a").resources().values():
+@pytest.mark.parametrize("kernels", [LANES, DOUBLES])
+def test_nothing_spills(kernels: Kernels) -> None:
+    for used in build(kernels.source, {}, "sm_90a").resources().values():
         assert used.spill_stores == used.spill_loads == 0
 
 

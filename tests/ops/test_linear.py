@@ -61,16 +61,18 @@ def test_torch_matches_fp64_as_well_as_pytorch_does(epilogue: str, dtype: torch.
 @pytest.mark.parametrize(
     "shape", [(3, 100, 256, 512), (2, 333, 512, 1536), (1, 41, 521, 260), (2, 30, 37, 558), (16, 256, 512, 2048)]
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_hopper_kernels_match_fp64_as_well_as_pytorch_does(
     epilogue: str, shape: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     torch.manual_seed(0)
-    B, T, _, M = shape
+    B, T, K, M = shape
     if epilogue == "dropout" and M % 4:
         pytest.skip("masks come four columns at a time")
+    if dtype == torch.float32 and (K % 4 or M % 4):
+        pytest.skip("fp32 takes multiples of four columns")
     inputs, dout = make(shape, dtype, "cuda", epilogue), torch.randn(B, T, M, device="cuda").to(dtype)
     truth = run(inputs, epilogue, torch.float64, dout, "reference")
     plain = run(inputs, epilogue, dtype, dout, "reference")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.ops.linear import gemm, products, stationary
+from ridgeline.ops.linear import doubles, gemm, products, stationary
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 
 N, M = 128, 48
@@ -56,24 +56,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append("gemm")
         return described(a_MK, b, out_MN, **rest)  # type: ignore[arg-type]
 
+    def exact(a_MK: Tensor, b: Tensor, out_MN: Tensor, **rest: object) -> None:
+        names.append("doubles")
+        described(a_MK, b, out_MN, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(doubles, "product", exact)
     monkeypatch.setattr(stationary, "stationary", small)
     monkeypatch.setattr(gemm, "gemm", any_size)
     return names
 
 
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # fp64 stands for 16 bits, which would round
 @pytest.mark.parametrize("K", [64, 600])
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "exact", "tanh", "residual", "dropout", "short dropout"])
-def test_forward(K: int, epilogue: str, asked: list[str]) -> None:
-    x, weight, bias, residual = (draw(*s, seed=i) for i, s in enumerate(((N, K), (M, K), (M,), (N, M))))
+def test_forward(K: int, epilogue: str, dtype: torch.dtype, asked: list[str]) -> None:
+    x, weight, bias, residual = (draw(*s, seed=i, dtype=dtype) for i, s in enumerate(((N, K), (M, K), (M,), (N, M))))
     T = 32 if epilogue == "short dropout" else 64
     state = DropoutState(torch.tensor([3, 4]))
     out: dict[str, tuple[Tensor, Tensor]] = {}
     for impl in ("torch", "cuda"):
-        result, slope = torch.full((2, N, M), float("nan"))
+        result, slope = torch.full((2, N, M), float("nan"), dtype=dtype)
         gelu = epilogue in FORMS
         products.forward_raw(
             x, weight, result,
@@ -86,19 +92,27 @@ def test_forward(K: int, epilogue: str, asked: list[str]) -> None:
     torch.testing.assert_close(out["cuda"], out["torch"], rtol=1e-4, atol=1e-4)
     large = K > stationary.LARGEST_K
     cublas = large and epilogue in ("plain", "bias")
-    assert asked == ([] if cublas else ["gemm" if large or T < 64 else "stationary"])
+    if dtype == torch.float32:
+        assert asked == ["doubles"]
+    else:
+        assert asked == ([] if cublas else ["gemm" if large or T < 64 else "stationary"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("inner", [64, 600])
 @pytest.mark.parametrize("through_gelu", [False, True])
-def test_input_gradient(inner: int, through_gelu: bool, asked: list[str]) -> None:
-    dy, weight, slope = (draw(*s, seed=i) for i, s in enumerate(((N, inner), (inner, M), (N, M))))
+def test_input_gradient(inner: int, through_gelu: bool, dtype: torch.dtype, asked: list[str]) -> None:
+    dy, weight, slope = (draw(*s, seed=i, dtype=dtype) for i, s in enumerate(((N, inner), (inner, M), (N, M))))
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for impl in ("torch", "cuda"):
-        dx = torch.full((N, M), float("nan"))
+        dx = torch.full((N, M), float("nan"), dtype=dtype)
         sums = products.input_gradient_raw(dy, weight, dx, impl=impl, slope_NK=slope if through_gelu else None)
         assert (sums is not None) == through_gelu
         found[impl] = (dx, dx if sums is None else sums.sum(0))
+        assert products.input_gradient_raw(dy, weight, dx, impl="torch", slope_NK=slope, sums=False) is None
     torch.testing.assert_close(found["cuda"], found["torch"], rtol=1e-4, atol=1e-4)
+    if dtype == torch.float32:
+        assert asked == ["doubles"]
+        return
     large = inner > stationary.LARGEST_K
     assert asked == ([] if large and not through_gelu else ["gemm" if large else "stationary"])

@@ -80,6 +80,31 @@ def _liger_norm(norm: nn.Module, ops: Any) -> None:
     norm.forward = types.MethodType(rms_norm if isinstance(norm, nn.RMSNorm) else layer_norm, norm)  # type: ignore[method-assign]
 
 
+class _LigerLoss(torch.autograd.Function):
+    """Liger's product with the head and cross-entropy in one, which makes the gradients in the forward pass.
+
+    As Liger has it, it waits for the card twice, which a captured step cannot: forward it asks how many targets count
+    (in a benchmark all do), backward whether the loss' gradient is one (here it is multiplied by, whatever it is).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, state_NC: Tensor, weight_VC: Tensor, targets_N: Tensor) -> Tensor:
+        """Mean cross-entropy in nats."""
+        ops = require("liger_kernel.ops.fused_linear_cross_entropy", "peers")
+        with mock.patch.object(torch.Tensor, "item", return_value=targets_N.numel(), create=True):
+            loss, *_, d_state_NC, d_weight_VC, _ = ops.fused_linear_cross_entropy_forward(
+                state_NC, weight_VC, targets_N, ignore_index=IGNORE
+            )
+        ctx.save_for_backward(d_state_NC, d_weight_VC)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        """The gradients that the forward pass made."""
+        d_state_NC, d_weight_VC = ctx.saved_tensors
+        return d_state_NC * d_loss, d_weight_VC * d_loss, None
+
+
 def _liger(case: Workload) -> Model:
     _language(case, "liger")
     require("liger_kernel", "peers")
@@ -91,13 +116,7 @@ def _liger(case: Workload) -> Model:
 
     def loss(self: LanguageModel, batch: dict[str, Tensor], dropout: DropoutState | None = None) -> Tensor:
         state_NC = self.decoder(self.tokens(batch["tokens"].long()), dropout).flatten(0, 1)
-        targets_N = batch["targets"].long().flatten()
-        # it asks the card how many targets count, for which a captured step cannot wait; a benchmark's all do
-        with mock.patch.object(torch.Tensor, "item", return_value=targets_N.numel(), create=True):
-            found = ops.LigerFusedLinearCrossEntropyFunction.apply(
-                state_NC, self.head.weight, targets_N, None, None, IGNORE
-            )
-        return found[0] if isinstance(found, tuple) else found
+        return cast(Tensor, _LigerLoss.apply(state_NC, self.head.weight, batch["targets"].long().flatten()))
 
     model.loss = types.MethodType(loss, model)  # type: ignore[method-assign]
     return model

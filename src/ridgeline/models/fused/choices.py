@@ -31,6 +31,8 @@ class Choices:
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins) or else "down" (its second product) and "up" (the input gradient
             of its first), "out" (attention's output projection) and "qkv" (the input gradient of the joint projection).
+        rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
+            "cuda" (in fp32, by the tensor cores in fp64).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
         early: kernels start while the one before still runs (ops/early.py).
         side_stream: weight gradients on a stream beside the backward pass, where a kernel does not fill the card.
@@ -41,6 +43,7 @@ class Choices:
     qkv: str = "torch"
     out: str = "torch"
     rows: frozenset[str] = frozenset()
+    rest: str = "torch"
     grouped: bool = False
     early: bool = True
     side_stream: bool = False
@@ -84,16 +87,19 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     names = ("cuda", "cuda-plain", "cuda-fp32", "triton", "reference")
     attention_impl = next(name for name in names if attention_missing(name, config, device, dtype, T) is None)
     hopper = linear.unavailable("cuda", device, dtype) is None and config.width % 8 == 0 and config.hidden % 8 == 0
+    hopper = hopper and (dtype != torch.float32 or config.qkv_width % 4 == 0)
     few = device.type == "cuda" and B * T <= FEW_TOKENS
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow, narrow and B * T > MANY_TOKENS
+    doubles = hopper and dtype == torch.float32
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
-        out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few),
+        out=_projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few or doubles),
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
-        grouped=whole_rows or many,
+        rest="cuda" if doubles else "torch",
+        grouped=whole_rows or many or doubles,
         early=not many,
-        side_stream=few and not whole_rows,  # a group fills the card
+        side_stream=few and not whole_rows and not doubles,  # a group fills the card
     )

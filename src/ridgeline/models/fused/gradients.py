@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ridgeline.models.fused.choices import Choices
 from ridgeline.ops._triton.columns import column_sums_raw
-from ridgeline.ops.linear import products
+from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reduce import Job, reduce_raw
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient, weight_gradients_raw
 from ridgeline.ops.sink import GradientSink, sink_of
@@ -184,7 +184,8 @@ class WeightGradients:
 
     def _launch_group(self, group: Sequence[Gradient], sums: Sequence[Job], taken: Sequence[GradientSink]) -> None:
         if group:
-            weight_gradients_raw(group, also=sums)
+            fp32 = group[0].dy_NM.dtype == torch.float32
+            (doubles.weight_gradients if fp32 else weight_gradients_raw)(group, also=sums)
         else:
             reduce_raw(sums)
         for sink in taken:

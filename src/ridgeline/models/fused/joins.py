@@ -197,7 +197,8 @@ def project_backward(
 ) -> Slopes:  # fmt: skip
     """Through dh = dy W and the join that made h: the input gradient of product `name`, "qkv" or "up"."""
     if name not in run.choices.rows:
-        return join_backward(run, dy_NK @ weight_KC, dresidual_NC, joined, join, grads)
+        dh_NC = input_gradient(dy_NK, weight_KC, impl=run.choices.rest)
+        return join_backward(run, dh_NC, dresidual_NC, joined, join, grads)
     gradient, out = rows_slopes(run, dresidual_NC, joined, join, grads)
     rows.project_backward_raw(dy_NK, weight_KC, gradient)
     rows_sums(gradient, join, grads)

@@ -62,7 +62,9 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
     if "down" in run.choices.rows:
         return Hidden(kept_NF, a_NF), rows_forward(run, a_NF, weights.down_CF, middle.r_NC, join)
-    return Hidden(kept_NF, a_NF), join_forward(run, linear(a_NF, weights.down_CF), middle.r_NC, join)
+    return Hidden(kept_NF, a_NF), join_forward(
+        run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join
+    )
 
 
 def mlp_backward(
@@ -101,8 +103,8 @@ def _hidden_backward(
     kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
     du_NF = dz_NC.new_empty(kept_NF.shape)
     if run.choices.mlp == "cuda":
-        partials_PF = products.input_gradient_raw(dz_NC, weights.down_CF, du_NF, slope_NK=kept_NF, impl="cuda")
-        return du_NF, partials_PF if sums else None
+        down_CF = weights.down_CF
+        return du_NF, products.input_gradient_raw(dz_NC, down_CF, du_NF, slope_NK=kept_NF, sums=sums, impl="cuda")
     torch.mm(dz_NC, weights.down_CF, out=du_NF)
     partials_PF = None
     if sums:

@@ -74,6 +74,21 @@ def forward_smem(blocks: int, D: int, relative: bool, groups: int) -> int:
     return (relative + 2 * groups) * blocks * 128 * D + 8 * (groups * barriers + 1)
 
 
+def forward_blocks(T: int, units: int, programs: int) -> int:
+    """Row blocks that a forward thread block of three warpgroups is compiled for.
+
+    The kernel copies a head's first key block while the query block before it is under way. Where there is but one, a
+    warpgroup's second head would wait for keys that nobody copies: two then, of which the second lies beyond T.
+
+    Args:
+        T: length of the windows.
+        units: heads of all samples.
+        programs: thread blocks that run at a time.
+    """
+    least = 2 if units > _FORWARD_GROUPS * programs else 1
+    return max(least, -(-T // 64))
+
+
 def forward(
     q_BTHD: Tensor,
     k_BTGD: Tensor,
@@ -97,7 +112,8 @@ def forward(
     """
     B, T, H, D = q_BTHD.shape
     defines = _defines(q_BTHD, table_RD, drop)
-    blocks, available = defines["ROW_BLOCKS"], processors(q_BTHD.device)
+    available = processors(q_BTHD.device)
+    blocks = defines["ROW_BLOCKS"] = forward_blocks(T, B * H, available)
     halves = blocks == 4 and D == 32 and table_RD is None and _SHARING_GROUPS * available >= 2 * B * H
     groups = _SHARING_GROUPS if halves else _FORWARD_GROUPS
     defines |= {"WARPGROUPS": groups, "RL_HALVES": int(halves)}

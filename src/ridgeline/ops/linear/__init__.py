@@ -4,6 +4,7 @@ linear       the public function, with gradients
 products     the same products into given buffers, for code that plans its own memory
 gemm         a Hopper kernel for any inner size: configurations, division of work, launch
 stationary   a Hopper kernel that keeps up to 512 inner columns of the weights in registers
+doubles      fp32 by Hopper's fp64 tensor cores: products and grouped weight gradients
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def unavailable(impl: str, device: torch.device, dtype: torch.dtype) -> str | No
         return f"the Hopper GEMM needs a CUDA device, got {device}"
     if torch.cuda.get_device_capability(device) != (9, 0):
         return f"the Hopper GEMM needs compute capability 9.0, got {torch.cuda.get_device_name(device)}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the Hopper GEMM takes bfloat16 or float16, got {dtype}"
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the Hopper GEMM takes bfloat16, float16 or float32, got {dtype}"
     return None
 
 
@@ -48,12 +49,12 @@ def linear(
     """x Wᵀ + b over the last axis; or gelu(x Wᵀ + b); or residual + dropout(x Wᵀ + b). With gradients.
 
     Args:
-        x: (…, K), any float dtype ("cuda": bf16 or fp16); `weight_MK` (M, K) and `bias_M` (M,) of the same dtype.
+        x: (…, K), any float dtype ("cuda": not fp64); `weight_MK` (M, K) and `bias_M` (M,) of the same dtype.
         gelu: "exact" or "tanh".
         residual: (…, M), not together with `gelu`.
         masks: dropout; needs `residual`, and x's leading axes to be (B, T) with T of the masks.
         impl: "reference" (plain torch), "torch" (explicit backward over cuBLAS, fp32 weight gradients),
-            "cuda" (Hopper GEMM with fused epilogues).
+            "cuda" (Hopper GEMM with fused epilogues; in fp32 for K and M that are multiples of 4).
 
     Returns:
         (…, M) in x's dtype; for "torch" and "cuda" each row starts at a multiple of 16 bytes, so that for odd widths it

@@ -5,7 +5,7 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
 impl="cuda"   what an H200 did fastest: with an inner size up to 512 the product with its weights in registers
-              (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says
+              (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says; in fp32 `doubles`
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ridgeline.ops.linear import gemm, stationary
+from ridgeline.ops.linear import doubles, gemm, stationary
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 from ridgeline.ops.scope import product_scope
 
@@ -59,6 +59,15 @@ def forward_raw(
         epilogue = "gelu" if gelu is not None else "residual"
     whole_tiles = masks is None or masks.T >= stationary.LEAST_SAMPLE
     named = product_scope("forward", len(x_NK), weight_MK.shape[1], weight_MK.shape[0])
+    if impl == "cuda" and x_NK.dtype == torch.float32:
+        with named:
+            doubles.product(
+                x_NK, weight_MK, out_NM,
+                bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM if masks is None else None,
+            )  # fmt: skip
+        if masks is not None and residual_NM is not None:
+            torch.add(masked(out_NM, masks), residual_NM, out=out_NM)
+        return
     if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
         with named:
             stationary.stationary(
@@ -96,14 +105,20 @@ def input_gradient_raw(
     dx_NK: Tensor,
     *,
     slope_NK: Tensor | None = None,
+    sums: bool = True,
     impl: str = "torch",
 ) -> Tensor | None:
     """dx = dy W; where x was a GELU, with its derivative in `slope_NK`, the gradient of its input: dy W · slope.
 
     Returns:
-        With `slope_NK`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the GELU's bias).
+        With `slope_NK` and `sums`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the
+        GELU's bias).
     """
     named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
+    if impl == "cuda" and dy_NM.dtype == torch.float32:
+        with named:
+            doubles.product(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
+        return dx_NK.sum(0, keepdim=True) if sums and slope_NK is not None else None
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         with named:
             return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
@@ -115,7 +130,7 @@ def input_gradient_raw(
     if slope_NK is None:
         return None
     torch.mul(dx_NK, slope_NK, out=dx_NK)
-    return dx_NK.sum(0, keepdim=True, dtype=torch.float32)
+    return dx_NK.sum(0, keepdim=True, dtype=torch.float32) if sums else None
 
 
 def weight_gradient_raw(dy_NM: Tensor, x_NK: Tensor, dweight_MK: Tensor, *, accumulate: bool = True) -> None:

@@ -171,8 +171,9 @@ class Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def _launch(shapes: tuple[Shape, ...], chunks: int, tile_n: int, device: torch.device) -> Launch:
-    plan = share_out(shapes, chunks, tile_n, processors(device))
+def launch_plan(shapes: tuple[Shape, ...], chunks: int, tile_n: int, blocks: int, device: torch.device) -> Launch:
+    """How to divide these layers among so many blocks, with the tables on the card; each once."""
+    plan = share_out(shapes, chunks, tile_n, blocks)
     starts, shares = tables(plan)
     return Launch(plan, starts.to(device), shares.to(device))
 
@@ -250,7 +251,7 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
     device, dtype = gradients[0].dy_NM.device, gradients[0].dy_NM.dtype
     shapes = tuple((g.dy_NM.shape[1], g.x_NK.shape[1], g.dbias_M is not None) for g in gradients)
     tile_n = tile_width([K for _, K, _ in shapes])
-    plan, starts, shares = _launch(shapes, -(-N // CHUNK), tile_n, device)
+    plan, starts, shares = launch_plan(shapes, -(-N // CHUNK), tile_n, processors(device), device)
     tiles = torch.empty(plan.parts, TILE_M, tile_n, dtype=torch.float32, device=device)
     sums = torch.empty(plan.parts, TILE_M, dtype=torch.float32, device=device)
     maps = [cuda.tensor_map(t, (CHUNK, 64)) for t in (*(g.dy_NM for g in gradients), *(g.x_NK for g in gradients))]

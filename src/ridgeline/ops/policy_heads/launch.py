@@ -135,7 +135,8 @@ def forward(
     """
     N, K = targets_NK.shape
     p_NW = x_NC.new_empty(N, plan.inner)
-    forward_raw(x_NC, packed.a_WC, p_NW, impl="torch" if unavailable("cuda", x_NC.device, x_NC.dtype) else "cuda")
+    vendor = x_NC.dtype == torch.float32 or unavailable("cuda", x_NC.device, x_NC.dtype) is not None
+    forward_raw(x_NC, packed.a_WC, p_NW, impl="torch" if vendor else "cuda")
     a_NW = torch.empty_like(p_NW) if gradient else p_NW
     side_NX = x_NC.new_empty(N, plan.side)
     dl_NV = x_NC.new_empty(N, plan.gradient) if gradient else side_NX
