@@ -34,7 +34,7 @@ from ridgeline.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from ridgeline.ops.dropout import DropoutState, dropout
 from ridgeline.ops.embedding import embedding
 from ridgeline.ops.inputs import InputColumns, input_layer
-from ridgeline.ops.linear import doubles, Masks, gemm, linear, wgrad
+from ridgeline.ops.linear import Masks, doubles, gemm, linear, wgrad
 from ridgeline.ops.linear.products import aligned_empty, slope_empty
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.mlp import Mlp, Norm, mlp_half, norm_project, project_join
