@@ -34,7 +34,7 @@ from ridgeline.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from ridgeline.ops.dropout import DropoutState, dropout
 from ridgeline.ops.embedding import embedding
 from ridgeline.ops.inputs import InputColumns, input_layer
-from ridgeline.ops.linear import Masks, gemm, linear, wgrad
+from ridgeline.ops.linear import Masks, doubles, gemm, linear, wgrad
 from ridgeline.ops.linear.products import aligned_empty, slope_empty
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.mlp import Mlp, Norm, mlp_half, norm_project, project_join
@@ -224,6 +224,28 @@ def weight_gradients():
         partials, sums = draw(264, 1, 512, dtype=torch.float32).detach(), fp32(1, 512)
         wgrad.weight_gradients_raw(layers, also=[Job(partials, sums)])
         assert all(torch.isfinite(layer.dweight_MK.cpu()).all() for layer in layers)
+
+
+@case
+def fp32_products():
+    if DEVICE == "cpu":
+        return
+    draw_fp32 = lambda *shape: draw(*shape, dtype=torch.float32).detach()
+    x, w, bias, c = draw_fp32(300, 72), draw_fp32(68, 72), draw_fp32(68), draw_fp32(300, 68)
+    for b, rest in (
+        (w, {"bias_N": bias}),
+        (w, {"bias_N": bias, "gelu": "tanh", "slope_MN": torch.empty_like(c)}),
+        (w, {"residual_MN": c}),
+        (w.t().contiguous(), {"transposed_b": True, "factor_MN": c}),
+    ):
+        out = torch.empty_like(c)
+        doubles.product(x, b, out, **rest)
+        assert torch.isfinite(out.cpu()).all(), rest.keys()
+    zeros = lambda *shape: torch.zeros(shape).cuda()
+    shapes = [(136, 72), (64, 132)] * 3
+    layers = [wgrad.Gradient(draw_fp32(1000, M), draw_fp32(1000, K), zeros(M, K), zeros(M)) for M, K in shapes]
+    doubles.weight_gradients(layers)
+    assert all(torch.isfinite(layer.dweight_MK.cpu()).all() for layer in layers)
 
 
 def policy_heads_by(name):

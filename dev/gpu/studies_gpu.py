@@ -16,6 +16,7 @@ from there where RUNS names such a file. SECONDS ends it. A rehearsal on a CPU: 
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -37,7 +38,7 @@ OUT = Path(os.environ.get("OUT", "out"))
 GO = HOME / "go"
 REHEARSAL, TINY = os.environ.get("REHEARSAL", "").split(), os.environ.get("TINY", "")
 STARTED: list = []
-CLOCK_S, FRESH_S, INVERSION_S = 16, 28, 64  # kept for what is timed
+CLOCK_S, RECORD_S, INVERSION_S = 9, 9, 64  # kept for what is timed, and for its records
 FAST, TARGET, SEEDS = "shakespeare-fast", 1.4697, 3
 KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "fresh*.json")
 RECIPES = (
@@ -147,6 +148,8 @@ def train(names, until):
     """Trains comparisons, until the first step of one is timed: that is done alone, by `clock`."""
     import torch
 
+    for file in HOME.glob("*/runs/*/pace.json"):  # of an earlier call: here they say that all is trained
+        file.unlink()
     cards = torch.cuda.device_count() or 1
     spread = ["--processes", "8" if torch.cuda.is_available() else "2"]
     spread += ["--gpus", str(cards)] if cards > 1 else []
@@ -161,33 +164,38 @@ def train(names, until):
     return wait(jobs, until, lambda name: name in COMPARISONS and any((HOME / name).glob("runs/*/pace.json")))
 
 
-def clock(names):
-    """In a process of its own: makes every contender's step ready, waits for GO, then times one after another."""
+def plan_of(name):
+    """What a comparison compares, as its command line says it."""
+    from ridgeline.cli import study_compare
     from ridgeline.cli.output import parse
-    from ridgeline.cli.study_compare import Options, plan_of
+
+    return study_compare.plan_of(parse(study_compare.Options, words_of(name), "study compare"))
+
+
+def clock(name, contender):
+    """In a process of its own: makes a contender's step ready, waits for GO and for its turn, then times it."""
     from ridgeline.study.compare import pace_file
     from ridgeline.study.pace import Stopwatch, keep_pace
 
-    ready = []
-    for name in names:
-        plan = plan_of(parse(Options, words_of(name), "study compare"))
-        for contender, config in plan.configs.items():
-            try:
-                ready.append((f"{name} {contender}", Stopwatch(config), pace_file(HOME / name, contender)))
-            except Exception as error:  # the others are timed all the same
-                print(f"{name} {contender}: {type(error).__name__}: {error}"[:300], flush=True)
-    print(f"{len(ready)} ready at {time.monotonic() - BEGUN:.1f} s", flush=True)
+    watch = Stopwatch(plan_of(name).configs[contender])
+    print(f"{name} {contender}: ready at {time.monotonic() - BEGUN:.1f} s", flush=True)
     while not GO.exists():
-        time.sleep(0.1)
-    for label, watch, file in ready:
+        time.sleep(0.05)
+    with (HOME / "turn").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
         step_s = watch.time()
-        keep_pace(step_s, file)
-        print(label, *(f"{1e3 * seconds:.3f} ms" for seconds in step_s), flush=True)
-    print(f"timed at {time.monotonic() - BEGUN:.1f} s", flush=True)
+    keep_pace(step_s, pace_file(HOME / name, contender))
+    print(name, contender, *(f"{1e3 * seconds:.3f} ms" for seconds in step_s), flush=True)
 
 
-def fresh(seed, steps):
-    """In a process of its own: `ridgeline train` on the preset, and where its seconds went."""
+def clocks(names):
+    """A process for every contender, which waits for GO."""
+    pairs = [(name, contender) for name in names for contender in plan_of(name).configs]
+    return {f"clock {name} {contender}": mine("--clock", name, contender) for name, contender in pairs}
+
+
+def fresh(steps, *seeds):
+    """In a process of its own: `ridgeline train` on the preset with each seed, and where its seconds went."""
     import ridgeline.cli.train
     from ridgeline.cli import main as ridgeline
     from ridgeline.data.api import load_dataset
@@ -196,54 +204,66 @@ def fresh(seed, steps):
     imported = time.monotonic()
     load_dataset("tinyshakespeare")
     loaded = time.monotonic()
-    home = HOME / f"fresh-{seed}"
-    shutil.rmtree(home, ignore_errors=True)
     short = ["--steps", steps, "--eval-interval", steps] if steps != "all" else []
     tiny = (
         "--window.context 32 --model.decoder.layers 1 --model.decoder.width 32 --model.decoder.heads 2" if TINY else ""
     )
-    ridgeline(["train", FAST, "--lanes", "1", "--seed", seed, "--out", str(home), *short, *tiny.split()])
-    ended = time.monotonic()
-    points = [(row["step"], row["seconds"], row["val_loss"]) for row in read_metrics(home) if "val_loss" in row]
-    held = [a for a, b in itertools.pairwise(points) if max(a[2], b[2]) <= TARGET]
-    print(
-        json.dumps(
+    for seed in seeds:
+        begun, home = time.monotonic(), HOME / f"fresh-{seed}"
+        shutil.rmtree(home, ignore_errors=True)
+        ridgeline(["train", FAST, "--lanes", "1", "--seed", seed, "--out", str(home), *short, *tiny.split()])
+        call_s = time.monotonic() - begun
+        points = [(row["step"], row["seconds"], row["val_loss"]) for row in read_metrics(home) if "val_loss" in row]
+        held = [a for a, b in itertools.pairwise(points) if max(a[2], b[2]) <= TARGET]
+        first = seed == seeds[0]
+        row = {
+            "seed": int(seed),
+            "imports_s": round(imported - BEGUN, 2) if first else None,
+            "data_s": round(loaded - imported, 3) if first else None,
+            "call_s": round(call_s, 2),
+            "in_all_s": round(loaded - BEGUN + call_s, 2) if first else None,
+            "training_s": points[-1][1],
+            "held_at_step": held[0][0] if held else None,
+            "held_s": held[0][1] if held else None,
+            "validations": points,
+        }
+        print(json.dumps(row), flush=True)
+
+
+def fresh_rows(caches):
+    """What the processes of `fresh` have said so far, each with its first step's seconds."""
+    log, rows = HOME / "fresh.txt", []
+    said = log.read_text(errors="replace") if log.exists() else ""
+    firsts = re.findall(r"first step ([0-9.]+) s", said) if caches else []
+    for place, found in enumerate(re.findall(r"^\{.*\}$", said, re.MULTILINE)):
+        rows.append(
             {
-                "seed": int(seed),
-                "imports_s": round(imported - BEGUN, 2),
-                "data_s": round(loaded - imported, 3),
-                "train_call_s": round(ended - loaded, 2),
-                "training_s": points[-1][1],
-                "held_at_step": held[0][0] if held else None,
-                "held_s": held[0][1] if held else None,
-                "validations": points,
+                **json.loads(found),
+                "caches": caches,
+                "first_step_s": float(firsts[place]) if place < len(firsts) else None,
             }
-        ),
-        flush=True,
-    )
+        )
+    return rows
 
 
 def fresh_runs(until):
-    """The preset with every seed and what is cached, then with nothing cached up to its first step; a record."""
+    """Starts the preset with every seed, and returns as the last one begins; what it comes to is read later."""
+    (HOME / "fresh.txt").unlink(missing_ok=True)
+    job = mine("--fresh", "4" if TINY else "all", *map(str, range(SEEDS)))
+    while job.poll() is None and len(fresh_rows("full")) < SEEDS - 1 and time.monotonic() < until:
+        time.sleep(0.1)
+    return job
+
+
+def cold_start(until):
+    """The preset with nothing cached, up to its first step."""
     from ridgeline import files
 
-    found, log = [], HOME / "fresh.txt"
     with tempfile.TemporaryDirectory() as empty:
         shutil.copytree(files.cache(), f"{empty}/cache", ignore=shutil.ignore_patterns("cubin"))
-        cold = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
-        cold["RIDGELINE_CACHE"] = f"{empty}/cache"
-        for seed in range(SEEDS + 1):
-            steps, caches = ("4" if TINY else "all", {}) if seed < SEEDS else ("2", cold)
-            at, begun = log.stat().st_size if log.exists() else 0, time.monotonic()
-            wait({"fresh": mine("--fresh", str(seed), steps, **caches)}, until)
-            said = log.read_bytes()[at:].decode(errors="replace")
-            made, first = re.search(r"^\{.*\}$", said, re.MULTILINE), re.search(r"first step ([0-9.]+) s", said)
-            if made:
-                row = {**json.loads(made[0]), "in_all_s": round(time.monotonic() - begun, 2)}
-                row |= {"caches": "empty" if caches else "full", "first_step_s": float(first[1]) if first else None}
-                found.append(row)
-                say("fresh", {key: value for key, value in row.items() if key != "validations"})
-                write_starts(found)
+        caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
+        caches["RIDGELINE_CACHE"] = f"{empty}/cache"
+        wait({"cold": mine("--fresh", "2", "1000", **caches)}, until)
 
 
 def write_starts(rows):
@@ -277,14 +297,14 @@ def unfinished(names):
     return [name for name in names if name in COMPARISONS and trained_before().get(name) not in ("trained", 0)]
 
 
-def clocked(names, clock_job, until):
+def clocked(names, clock_jobs, until):
     """Times the steps of all comparisons on the first card; returns the jobs that make their records, on no card."""
     for name in names:
         for file in (HOME / name).glob("runs/*/pace.json"):
             file.unlink()
     GO.touch()
-    wait({"clock": clock_job}, until)
-    tell("clock", 30)
+    wait(clock_jobs, until - RECORD_S)
+    tell("clock", 40)
     # these find all runs and all paces; of a study that was cut off, the seeds that all contenders have
     found = {name: seeds_of(name) for name in names}
     return {name: study(name, "compare", *words_of(name, seeds)) for name, seeds in found.items() if seeds}
@@ -292,11 +312,9 @@ def clocked(names, clock_job, until):
 
 def seeds_of(name):
     """How many seeds every contender of a comparison has been trained with."""
-    from ridgeline.cli.output import parse
-    from ridgeline.cli.study_compare import Options, plan_of
     from ridgeline.study.compare import pace_file
 
-    plan = plan_of(parse(Options, words_of(name), "study compare"))
+    plan = plan_of(name)
     homes = [pace_file(HOME / name, contender).parent for contender in plan.configs]
     return min(sum(any(home.glob(f"lr-*-seed-{seed}/result.json")) for seed in range(plan.seeds)) for home in homes)
 
@@ -314,7 +332,7 @@ def others(names, until):
         tell(name, 16)
 
 
-def time_alone(names, clock_job, until):
+def time_alone(names, clock_jobs, until):
     """What is timed: comparisons and the preset on the first card, beside them what else is asked for on the last."""
     import torch
 
@@ -322,10 +340,7 @@ def time_alone(names, clock_job, until):
     beside = threading.Thread(target=others, args=(rest, until))
     if torch.cuda.device_count() > 1:
         beside.start()
-    jobs = clocked(compared, clock_job, until) if compared else {}
-    if "fresh" in names:
-        fresh_runs(until)
-    codes = wait(jobs, until)
+    codes = wait(clocked(compared, clock_jobs, until) if compared else {}, until)
     for name in compared:
         keep(name)
         tell(name, 16)
@@ -369,7 +384,7 @@ def alone_s(names):
     """Seconds that what is timed takes."""
     import torch
 
-    first, last = CLOCK_S + FRESH_S * ("fresh" in names), INVERSION_S * ("inversion" in names)
+    first, last = CLOCK_S + RECORD_S, INVERSION_S * ("inversion" in names)
     return max(first, last) if torch.cuda.device_count() > 1 else first + last
 
 
@@ -385,7 +400,8 @@ def main():
     try:
         prepare(text, names)
         compared = [name for name in names if name in COMPARISONS]
-        clock_job = mine("--clock", *compared) if phase != "train" and compared else None
+        begun = fresh_runs(end_s) if "fresh" in names else None
+        clock_jobs = clocks(compared) if phase != "train" else {}
         training = unfinished(names) + [name for name in names if name == "divergence" and phase != "time"]
         if training:
             codes = train(training, end_s - (alone_s(names) if phase != "train" else 0))
@@ -393,9 +409,14 @@ def main():
             for name in training:
                 keep(name)
                 tell(name, 12)
+        if begun is not None:
+            wait({"fresh": begun}, end_s)
+            write_starts(fresh_rows("full"))
         if phase != "train":
             say("alone from now on")
-            codes |= time_alone(names, clock_job, end_s)
+            codes |= time_alone(names, clock_jobs, end_s)
+        if "cold" in names:
+            cold_start(end_s)
     finally:
         for process in STARTED:
             end(process)
@@ -406,7 +427,7 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1] == "--clock":
-        clock(sys.argv[2:])
+        clock(*sys.argv[2:])
     elif sys.argv[1] == "--fresh":
         fresh(*sys.argv[2:])
     else:

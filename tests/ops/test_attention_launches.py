@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops.attention import hopper, plain, short
+from ridgeline.ops.attention import hopper, plain, short, spans
 
 PROCESSORS = 132
 
@@ -36,7 +36,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
     monkeypatch.setattr(hopper.cuda, "load", recorder.load)
     monkeypatch.setattr(hopper.cuda, "tensor_map", lambda *_, **__: b"")
-    for module in (short, plain):
+    for module in (short, plain, spans):
         monkeypatch.setattr(module, "processors", lambda _: PROCESSORS)
     return recorder
 
@@ -82,7 +82,7 @@ def test_launches(shape: tuple[int, ...], grouping: int, kernels: set[str], reco
 
 @pytest.mark.parametrize(
     ("shape", "parts"),
-    [((4, 2048, 8, 8, 32), 1), ((4, 2048, 8, 1, 32), 8), ((512, 256, 8, 1, 32), 1), ((2, 1000, 4, 2, 64), 2)],
+    [((4, 2048, 8, 8, 64), 1), ((4, 2048, 8, 1, 64), 8), ((512, 256, 8, 1, 64), 1), ((2, 1000, 4, 2, 64), 2)],
 )
 def test_plain_launches(shape: tuple[int, ...], parts: int, recorder: Recorder) -> None:
     q, k, v, out, lse = tensors(*shape)
@@ -96,6 +96,31 @@ def test_plain_launches(shape: tuple[int, ...], parts: int, recorder: Recorder) 
         assert blocks * (made["smem"] + 1024) <= 228 * 1024
         assert made["grid"][0] <= blocks * PROCESSORS or name == "group_gradients"
     assert recorder.launches["attention_plain_keys"]["arguments"][13] == parts
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((4, 2048, 8, 8, 32), (1, 4, 128)),
+        ((4, 2048, 8, 1, 32), (8, 4, 128)),
+        ((512, 256, 8, 1, 32), (1, 1, 512)),
+        ((32, 256, 8, 1, 32), (4, 1, 128)),
+        ((64, 1024, 12, 12, 32), (1, 1, 768)),
+    ],
+)
+def test_launches_in_spans(shape: tuple[int, ...], expected: tuple[int, ...], recorder: Recorder) -> None:
+    q, k, v, out, lse = tensors(*shape)
+    found = spans.split(q, k)
+    assert found == expected
+    plain.backward(out, q, k, v, out, lse, q, k, v, scale=1.0)
+    names = {"attention_plain_backward"}
+    names |= {"attention_plain_sum"} if found.key_parts > 1 else set()
+    names |= {"group_gradients"} if found.parts > 1 else set()
+    assert set(recorder.launches) == names
+    for name, made in recorder.launches.items():
+        assert len(made["kinds"]) == len(made["arguments"]), name
+        assert made["smem"] <= 227 * 1024
+    assert recorder.launches["attention_plain_backward"]["grid"] == (min(PROCESSORS, found.units),)
 
 
 def test_a_workspace_that_is_too_small_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:

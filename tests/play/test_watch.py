@@ -129,7 +129,13 @@ def test_the_terminal_is_left_as_it_was():
     assert terminal.getvalue().endswith("\x1b[?25h\n")
 
 
-def test_what_cannot_be_shown_says_why(player, tmp_path, monkeypatch):
+class Unseen(Boxing):
+    """A round without a picture."""
+
+    screen = None
+
+
+def test_what_cannot_be_shown_says_why(player, tmp_path):
     with pytest.raises(ConfigError, match=r"--picture game\.png"):
         show(sights([]), io.StringIO(), lambda: os.terminal_size((80, 24)))
     for file, words in (("game.gif", "animated PNG"), ("no/game.png", "there is no folder"), ("f.png", "is a folder")):
@@ -139,6 +145,6 @@ def test_what_cannot_be_shown_says_why(player, tmp_path, monkeypatch):
     many = np.stack(np.broadcast_arrays(*np.ogrid[:17, :17], 0), axis=-1)
     with pytest.raises(UnsupportedError, match="256 colours"):
         write_picture(sights([many]), tmp_path / "game.png")
-    monkeypatch.delattr(Boxing, "screen")
+    GAME.environment = Unseen
     with pytest.raises(UnsupportedError, match="boxing shows no screen here"):
         Watched(player, 5_000, level=0)

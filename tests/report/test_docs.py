@@ -45,7 +45,7 @@ def test_the_ladder():
                                          "PyTorch's best, `max-autotune`"]  # fmt: skip
     m2 = table[2]
     assert m2[3:5] == ["2.26×", "2.15×"]  # 430 / 190 here; 445,372 / 207,146 in the article
-    assert m2[5] == "4.65 (10.68)"
+    assert m2[5] in ("4.65 (10.68)", "4.66 (10.68)")  # 4.655: Python 3.12 sums with less rounding
     assert table[5][4] == "–"  # the article has no such rung
     assert docs.ladder([samples.smaller()]) == docs.MISSING
 

@@ -69,22 +69,39 @@ class KernelAttention:
         partials_PQ = self._backward((dmixed_NM.view(shaped), *forward, *gradients, dtable_RD), dqkv_NQ, bias)
         return AttentionGradients(dqkv_NQ, dtable_RD, partials_PQ)
 
-    def _forward(self, out_BTHD: Tensor) -> None:
-        # at head width 32 the plain forward is ahead of the short one, whose backward pass takes what it leaves
-        if (
+    @property
+    def _plain(self) -> bool:
+        """Whether the kernels for any window serve this too, at the head width where their forward is faster."""
+        return (
             self.config.head_dim == 32
             and not self.drop.threshold
             and plain.unsupported(*self.heads, self.table_RD) is None
-        ):
+        )
+
+    def _forward(self, out_BTHD: Tensor) -> None:
+        if self._plain:
             return plain.forward(*self.heads, out_BTHD, self.lse_BHT, scale=self.scale)
         short.forward(*self.heads, self.table_RD, out_BTHD, self.lse_BHT, scale=self.scale, drop=self.drop)
 
     def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
+        if (
+            self._plain and self.config.groups == 1 < self.config.heads
+        ):  # with a key head for each query head short is ahead
+            return _plain_backward(self, tensors, dqkv_NQ, bias)
         q, k, _ = self.heads
         workspace = dqkv_NQ.new_empty(short.workspace_size(q, k, self.table_RD), dtype=torch.float32)
         partials_PQ = workspace.new_empty(short.column_sum_rows(q), dqkv_NQ.shape[1]) if bias else None
         short.backward(*tensors, workspace, scale=self.scale, drop=self.drop, column_sums=partials_PQ)  # type: ignore[misc, arg-type]
         return partials_PQ
+
+
+def _plain_backward(attention: KernelAttention, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
+    """The backward pass of the kernels for any window."""
+    q, k, _ = attention.heads
+    rows = plain.column_sum_rows(q, k) if bias else 0
+    partials_PQ = dqkv_NQ.new_empty(rows, dqkv_NQ.shape[1], dtype=torch.float32) if bias else None
+    plain.backward(*_without_table(tensors), scale=attention.scale, column_sums=partials_PQ)
+    return partials_PQ
 
 
 def _without_table(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -114,11 +131,7 @@ class PlainAttention(KernelAttention):
         plain.forward(*self.heads, out_BTHD, self.lse_BHT, scale=self.scale)
 
     def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
-        q, k, _ = self.heads
-        rows = plain.column_sum_rows(q, k) if bias else 0
-        partials_PQ = dqkv_NQ.new_empty(rows, dqkv_NQ.shape[1], dtype=torch.float32) if bias else None
-        plain.backward(*_without_table(tensors), scale=self.scale, column_sums=partials_PQ)
-        return partials_PQ
+        return _plain_backward(self, tensors, dqkv_NQ, bias)
 
 
 class FloatAttention(KernelAttention):

@@ -1,7 +1,8 @@
 """Plain attention (no relative term, no dropout) over windows of any length in CUDA C++ for Hopper.
 
-Launches that write into given buffers, as those of short.py; see cuda/plain.cuh for the plan. The backward pass is two
-kernels, dQ with the rows' statistics and then dK and dV, and a third where the query heads of a key head are split.
+Launches that write into given buffers, as those of short.py; see cuda/plain.cuh for the plan. The backward pass at
+head width 32 is spans.py's. At 64 it is two kernels, dQ with the rows' statistics and then dK and dV, and a third
+where the query heads of a key head are split.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
-from ridgeline.ops.attention import hopper
+from ridgeline.ops.attention import hopper, spans
 
 _FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPPiiiiiif", "MMMMMPPPPPiiiiiiif"
 
@@ -40,8 +41,8 @@ class Launch(NamedTuple):
 
     @property
     def threads(self) -> int:
-        """Threads of a block: of its warpgroups, and a warp (a warpgroup beside three) that copies."""
-        return 128 * self.groups + (128 if self.groups == 3 else 32)
+        """Threads of a block: of its warpgroups, and a warp (a warpgroup beside three or four) that copies."""
+        return 128 * self.groups + (128 if self.groups >= 3 else 32)
 
     def units(self, T: int) -> int:
         """Units of a head."""
@@ -56,9 +57,9 @@ class Launches(NamedTuple):
     keys: Launch
 
 
-LAUNCHES = {
+LAUNCHES = {  # backward at width 32: what spans.py is measured against
     32: Launches(Launch(4, 8, 1), Launch(4, 8, 1, step=32), Launch(4, 8, 1, step=32)),
-    64: Launches(Launch(3, 8, 1), Launch(3, 5, 1), Launch(3, 7, 1)),
+    64: Launches(Launch(4, 8, 1), Launch(3, 5, 1), Launch(3, 7, 1)),
 }
 
 
@@ -80,6 +81,8 @@ def key_parts(q_BTHD: Tensor, k_BTGD: Tensor, launch: Launch) -> int:
 def column_sum_rows(q_BTHD: Tensor, k_BTGD: Tensor) -> int:
     """Rows of the partial column sums that `backward` can leave."""
     B, T, H, D = q_BTHD.shape
+    if spans.WIDTH == D:
+        return spans.column_sum_rows(q_BTHD, k_BTGD)
     launches, device = LAUNCHES[D], q_BTHD.device
     parts = B * k_BTGD.shape[2] * key_parts(q_BTHD, k_BTGD, launches.keys)
     units = ((launches.queries, B * H), (launches.keys, parts))
@@ -150,11 +153,17 @@ def backward(
         d_out_BTHD: gradient of the output, same dtype, strided as the inputs.
         q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT: as in `forward`.
         dq_BTHD, dk_BTGD, dv_BTGD: gradients; heads are neighbours, any row pitch (dk's and dv's the same).
-        scale, launches: as in `forward`.
+        scale: of the scores.
+        launches: of the two kernels; where none are given, spans.py's at width 32 and LAUNCHES[D] else.
         column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
             and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
     """
     (B, T, H, D), G, device = q_BTHD.shape, k_BTGD.shape[2], q_BTHD.device
+    if launches is None and spans.WIDTH == D:
+        return spans.backward(
+            d_out_BTHD, q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD, scale=scale,
+            column_sums=column_sums,
+        )  # fmt: skip
     sums, sum_rows = column_sums is not None, 0 if column_sums is None else len(column_sums)
     stats = torch.empty(B * H, 128 * -(-T // 64), device=device)  # for each row log-sum-exp and rowsum(dO ∘ O)
     inputs = [hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD)]

@@ -114,6 +114,14 @@ RL_D uint2 load_shared_8(u32 address) { return shared<uint2>(address); }
 RL_D void store_shared_8(u32 address, u32 a, u32 b) { shared<uint2>(address) = {a, b}; }
 RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { shared<uint4>(address) = {a, b, c, d}; }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
+RL_D float4 load_global_16(const float* pointer) { return *reinterpret_cast<const float4*>(pointer); }
+RL_D uint4 load_global_16(const u16* pointer) { return *reinterpret_cast<const uint4*>(pointer); }
+RL_D void store_global_16(float* pointer, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(pointer) = make_float4(a, b, c, d);
+}
+RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {
+  pointer[0] += a, pointer[1] += b, pointer[2] += c, pointer[3] += d;
+}
 RL_D void add_global(float* pointer, float value) { *pointer += value; }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {

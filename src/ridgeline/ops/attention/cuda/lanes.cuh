@@ -56,6 +56,18 @@ RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
+RL_D float4 load_global_16(const float* pointer) {  // past the first cache, which does not see what is added
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(pointer) : "memory");
+  return v;
+}
+RL_D uint4 load_global_16(const u16* pointer) { return *reinterpret_cast<const uint4*>(pointer); }
+RL_D void store_global_16(float* pointer, float a, float b, float c, float d) {
+  *reinterpret_cast<float4*>(pointer) = make_float4(a, b, c, d);
+}
+RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
 RL_D void add_global(float* pointer, float value) { atomicAdd(pointer, value); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants

@@ -13,8 +13,8 @@
 namespace rl {
 
 constexpr int GROUPS = WARPGROUPS, STAGES = RING_STAGES, PAIR = 2 * TILE;
-// With three warpgroups a whole one starts the copies, and leaves its registers to them.
-constexpr bool UNEVEN = GROUPS == 3;
+// With three or four warpgroups a whole one starts the copies, and leaves its registers to them.
+constexpr bool UNEVEN = GROUPS >= 3;
 constexpr int THREADS = 128 * GROUPS + (UNEVEN ? 128 : WARP);
 
 RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
@@ -48,9 +48,7 @@ struct Place {
       barrier_init_fence();
       fence_async();
     }
-    wait_for_previous();
-    let_next_start();
-    sync_block();
+    start_together();
   }
   RL_D void wait_full(u32 tile) const { barrier_wait(full(tile), tile / STAGES & 1); }
   RL_D void wait_own(int round) const { barrier_wait(own_full(group, round), round >> 1 & 1); }
@@ -88,7 +86,7 @@ RL_D void share_registers(bool copies) {
   if (copies)
     registers_down<24>();
   else
-    registers_up<160>();
+    registers_up<GROUPS == 3 ? 160 : 112>();
 }
 
 // Queries of a step whose block are keys, and keys of one whose block are queries: 32 or 64.

@@ -1,6 +1,7 @@
 // Backward of plain attention, second kernel: dK and dV. The plan is in plain.cuh; a warpgroup's block are 64 keys, squares
 // have keys as rows, and queries with their gradients stream by, of one head that uses the keys after the other.
 #include "plain.cuh"
+#include "plain_gradients.cuh"
 
 namespace rl {
 
@@ -57,43 +58,6 @@ RL_D void copy_all(const Arguments& a, const Here& p) {
       }
   }
 }
-// P and dS from S and dP, packed along columns. stats: log-sum-exp and delta of each column's query.
-RL_D void differentiate(u32 (&pairs_p)[STEP / 4], u32 (&pairs_ds)[STEP / 4], const float (&s)[STEP / 2],
-                        const float (&dp)[STEP / 2], u32 stats, float scale, int lane) {
-#pragma unroll
-  for (int n = 0; n < STEP / 8; ++n) {
-    const uint4 x = load_shared_16(stats + 64 * n + 16 * (lane & 3));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int at = 4 * n + 2 * h;
-      const float p = exp2_fast(s[at] * scale - from_bits(x.x)), q = exp2_fast(s[at + 1] * scale - from_bits(x.z));
-      pairs_p[2 * n + h] = pack_pair(p, q);
-      pairs_ds[2 * n + h] = pack_pair(p * (dp[at] - from_bits(x.y)), q * (dp[at + 1] - from_bits(x.w)));
-    }
-  }
-}
-RL_D void store_part(float* out, const float (&d)[D / 2], float scale, int rows, int lane) {
-  out += (lane >> 2) * D + 2 * (lane & 3);
-#pragma unroll
-  for (int n = 0; n < D / 8; ++n)
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if ((lane >> 2) + 8 * h < rows)
-        store_global_8(out + 8 * h * D + 8 * n, as_bits(d[4 * n + 2 * h] * scale), as_bits(d[4 * n + 2 * h + 1] * scale));
-}
-RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int j, const float (&dk)[D / 2], const float (&dv)[D / 2]) {
-  const int row = 64 * j + 16 * p.warp;
-  if (a.parts > 1) {  // a third kernel sums them
-    const i64 at = (static_cast<i64>(unit.part) * a.T + row) * D;
-    store_part(a.dk_parts + at, dk, a.scale, a.T - row, p.lane);
-    store_part(a.dv_parts + at, dv, 1.f, a.T - row, p.lane);
-  } else {
-    const i64 at = (static_cast<i64>(unit.batch) * a.T + row) * a.kv_pitch + unit.group * D;
-    store_rows(a.dk + at, a.kv_pitch, dk, a.scale, a.scale, a.T - row, p.lane);
-    store_rows(a.dv + at, a.kv_pitch, dv, 1.f, 1.f, a.T - row, p.lane);
-  }
-}
-
 RL_D void end_products(float (&dk)[D / 2], float (&dv)[D / 2]) {
   if (!AHEAD) wgmma_wait<0>();
   wgmma_touch(dk);
@@ -150,7 +114,7 @@ RL_D void run(const Arguments& a, const Here& p) {
     p.release_own(round);
     if (j < a.blocks) {
       p.release(held);
-      finish(a, p, unit, j, dk, dv);
+      finish(a, unit, j, p.warp, p.lane, dk, dv);
 #if RL_COLUMN_SUMS
       add_column_sums(sums + unit.group * D, dk, a.scale, p.lane);
       add_column_sums(sums + (groups + unit.group) * D, dv, 1.f, p.lane);

@@ -20,6 +20,13 @@ RL_HD constexpr u32 tile_offset(u32 row, u32 chunk) {
   return D == 64 ? swizzle128(row, chunk) : row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
 
+// Once barriers are there, and before anything is read that a kernel before this one wrote.
+RL_D void start_together() {
+  wait_for_previous();
+  let_next_start();
+  sync_block();
+}
+
 // Operands of wgmma are named by the low word of their descriptor: 16-byte units, to which constants can be added.
 RL_D u32 operand_at(u32 smem) { return ((smem & 0x3FFFF) >> 4) | 1u << 16; }
 // Swizzled rows of 128 or 64 bytes, groups of 8 rows one after the other. Whether the product runs along the rows or

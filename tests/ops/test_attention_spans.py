@@ -1,0 +1,113 @@
+"""The CUDA C++ of plain attention's backward pass in one kernel, whole kernels, run on the host against float64.
+
+What a kernel has not written yet is NaN, in shared memory too; a launch has the shared memory that it counts on.
+"""
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from ops.attention_cases import Case, Map, Problem, compiled, error, heads, pointer, tensor_map, unwritten
+from ridgeline.ops.attention import spans
+
+BACKWARD = """#include "plain_backward.cu"
+extern "C" int bytes() { return rl::Here::BYTES; }
+extern "C" const char* run(const rl::TensorMap* m, const rl::u16* o, const float* lse, rl::u16* dq, rl::u16* dk,
+                           rl::u16* dv, float* dq_sums, float* dk_parts, float* dv_parts, float* sums, const int* n,
+                           float scale, int grid, int random, int late) {
+  return emulation::launch(grid, rl::THREADS, random, late, [=] {
+    attention_plain_backward(m[0], m[1], m[2], m[3], o, lse, dq, dk, dv, dq_sums, dk_parts, dv_parts, sums, n[0],
+                             n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], scale);
+  });
+}
+"""
+SUM = """#include "plain_sum.cu"
+extern "C" const char* run(const float* sums, rl::u16* dq, float* columns, const int* n, float scale, int grid) {
+  return emulation::launch(grid, 128, 0, false, [=] {
+    attention_plain_sum(sums, dq, columns, n[0], n[1], n[2], n[3], n[4], n[5], scale);
+  });
+}
+"""
+D = spans.WIDTH
+
+
+@dataclass(frozen=True)
+class Spans:
+    T: int
+    H: int
+    G: int
+    B: int = 1
+    grid: int = 1
+    parts: int = 1
+    key_parts: int = 1
+    seed: int = 0
+    late: bool = False
+
+    @property
+    def case(self) -> Case:
+        return Case(self.T, self.H, self.G, D, rows=0, p=0.0, B=self.B, seed=self.seed)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.T // 64)
+
+    @property
+    def shared(self) -> int:
+        """Query heads that a unit takes."""
+        return self.H // (self.G * self.parts)
+
+
+CASES = [
+    Spans(T=256, H=2, G=2, B=2, grid=2, seed=1),  # a span for each unit, and several units
+    Spans(T=600, H=2, G=1, grid=1, seed=2, late=True),  # three spans of both heads, the last one short
+    Spans(T=600, H=2, G=1, grid=2, key_parts=2, seed=3, late=True),  # there and back
+    Spans(T=900, H=2, G=2, B=2, grid=5, key_parts=2, seed=4),
+    Spans(T=330, H=4, G=2, grid=4, parts=2, key_parts=2, seed=5),
+    Spans(T=37, H=3, G=3, B=2, grid=2, seed=6, late=True),  # a tile for each unit
+]
+
+
+def key_gradients(x: Spans, parts: list[torch.Tensor], dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
+    """dK and dV, (B, T, G, D), whoever adds the shares of the query heads."""
+    return [dk, dv] if x.parts == 1 else [y.sum(2).transpose(1, 2) for y in parts]
+
+
+def add_queries(
+    x: Spans, folder: Path, sums: torch.Tensor, dq: torch.Tensor, columns: torch.Tensor, scale: float
+) -> None:
+    """The second kernel: dQ from the parts of a head's keys."""
+    library = compiled(folder, SUM, spans.defines(torch.bfloat16, sums=True), "sum")
+    numbers = (ctypes.c_int * 6)(x.T, x.H, x.shared, x.key_parts, dq.stride(1), columns.shape[1])
+    grid = x.B * x.H * x.blocks
+    assert library.run(pointer(sums), pointer(dq), pointer(columns), numbers, ctypes.c_float(scale), grid) is None
+
+
+@pytest.mark.parametrize("x", CASES, ids=str)
+def test_backward(x: Spans, tmp_path: Path) -> None:
+    problem = Problem(x.case)
+    library = compiled(tmp_path, BACKWARD, spans.defines(torch.bfloat16, sums=True))
+    assert library.bytes() == spans.SMEM
+    width, units = (x.H + 2 * x.G) * D, x.B * x.G * x.parts * x.key_parts
+    dq, dk, dv = heads(unwritten(x.B, x.T, width, dtype=torch.bfloat16), x.case)
+    dq_sums = unwritten(units if x.key_parts > 1 else x.grid, x.shared, x.blocks, 64 * D)
+    parts = [unwritten(x.B, x.G, x.parts, x.T, D) for _ in range(2)]
+    columns = unwritten(4 * max(spans.GROUPS * x.grid, x.B * x.blocks) + 1, width)  # and a row for nobody
+    out, lse = problem.out.bfloat16().contiguous(), problem.lse.float()
+    maps = (Map * 4)(*(tensor_map(y, (1, 64, 1, D)) for y in (problem.q, problem.k, problem.v, problem.d_out)))
+    numbers = (ctypes.c_int * 10)(
+        x.T, x.H, x.shared, x.parts, x.key_parts, units, out.stride(1), width, width, len(columns)
+    )
+    fault = library.run(
+        maps, *map(pointer, (out, lse, dq, dk, dv, dq_sums, *parts, columns)), numbers, ctypes.c_float(problem.scale),
+        x.grid, x.seed, x.late,
+    )  # fmt: skip
+    assert fault is None
+    if x.key_parts > 1:
+        add_queries(x, tmp_path, dq_sums, dq, columns, problem.scale)
+    for found, expected in zip((dq, *key_gradients(x, parts, dk, dv)), problem.gradients, strict=True):
+        assert error(found, expected) < 5e-3
+    bias = torch.cat([y.sum((0, 1)).flatten() for y in problem.gradients])
+    assert error(columns.sum(0), bias) < 5e-3
