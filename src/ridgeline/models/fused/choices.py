@@ -29,8 +29,8 @@ class Choices:
         out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers) or
             "residual" (and the residual written by the product, so that the norm stands alone).
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
-            "mlp" (both products, GELU and the joins) or else "down" (its second product) and "up" (the input gradient
-            of its first), "out" (attention's output projection) and "qkv" (the input gradient of the joint projection).
+            "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
+            gradient of the joint projection).
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
             "cuda" (in fp32, by the tensor cores in fp64).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.

@@ -13,10 +13,9 @@ from ridgeline.models.fused.joins import (
     Joined,
     Pass,
     Slopes,
+    join_backward,
     join_forward,
     linear,
-    project_backward,
-    rows_forward,
     rows_join,
     rows_slopes,
     rows_sums,
@@ -60,8 +59,6 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         kept_NF = torch.empty_like(a_NF)
         torch.mm(h_NC, up_FC.t(), out=kept_NF)
         activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
-    if "down" in run.choices.rows:
-        return Hidden(kept_NF, a_NF), rows_forward(run, a_NF, weights.down_CF, middle.r_NC, join)
     return Hidden(kept_NF, a_NF), join_forward(
         run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join
     )
@@ -78,7 +75,7 @@ def mlp_backward(
         du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, wants_sums)
     grads.product(weights.down_CF, behind.dbranch_NC, hidden.a_NF, weights.down_bias_C)
     grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF)
-    return before or project_backward(run, "up", du_NF, weights.up_FC, behind.dr_NC, middle, join, grads)
+    return before or join_backward(run, du_NF @ weights.up_FC, behind.dr_NC, middle, join, grads)
 
 
 def _rows_backward(
