@@ -49,23 +49,19 @@ SMALL = {  # name: (early launches, changes to the choices)
     "all apart": (True, dict(rows=frozenset())),
     "cuBLAS": (True, dict(rows=frozenset(), grouped=False, qkv="torch", out="torch", side_stream=True)),
 }
-JOINS = frozenset(("out", "qkv", "down", "up"))
 LARGE = {
     "late": (False, {}),
     "early": (True, {}),
-    "joins": (False, dict(rows=JOINS)),
-    "mlp rows": (False, dict(rows=ALL)),
-    "mlp rows early": (True, dict(rows=ALL)),
-    "mlp rows not grouped": (False, dict(rows=ALL, grouped=False)),
-    "mlp alone": (False, dict(rows=frozenset(("mlp",)))),
-    "apart": (False, dict(rows=frozenset())),
+    "rows": (False, dict(rows=ALL)),
+    "mlp rows": (False, dict(rows=frozenset(("mlp",)))),
+    "not grouped": (False, dict(grouped=False)),
+    "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch")),
 }
 MIDDLE = {
     "early": (True, {}),
-    "joins": (True, dict(rows=JOINS)),
-    "mlp rows": (True, dict(rows=ALL)),
-    "mlp rows grouped": (True, dict(rows=ALL, grouped=True)),
-    "mlp rows grouped late": (False, dict(rows=ALL, grouped=True)),
+    "late": (False, {}),
+    "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
+    "mlp rows grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True)),
 }
 
 

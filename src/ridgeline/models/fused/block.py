@@ -91,4 +91,4 @@ def block_backward(
     attention = saved.attention.backward(dmixed_NM, bias=wants_sums)
     grads.deliver(weights.relative_RD, attention.dtable_RD)
     grads.product(weights.qkv_QC, attention.dqkv_NQ, first.h_NC, weights.qkv_bias_Q, attention.partials_PQ)
-    return project_backward(run, "qkv", attention.dqkv_NQ, weights.qkv_QC, middle.dr_NC, first, before, grads)
+    return project_backward(run, attention.dqkv_NQ, weights.qkv_QC, middle.dr_NC, first, before, grads)

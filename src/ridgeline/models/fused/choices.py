@@ -32,8 +32,8 @@ class Choices:
         folded: no kernel makes the norm before the MLP, the products beside it take its parts (ops/linear/folded): with
             mlp "cuda", out "residual", and without groups.
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
-            "mlp" (both products, GELU and the joins) or else "down" (its second product) and "up" (the input gradient
-            of its first), "out" (attention's output projection) and "qkv" (the input gradient of the joint projection).
+            "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
+            gradient of the joint projection).
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
             "cuda" (in fp32, by the tensor cores in fp64).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.

@@ -136,17 +136,12 @@ def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Jo
     ), out  # fmt: skip
 
 
-def rows_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
-    """The join of x Wᵀ by one kernel."""
-    fused, out = rows_join(run, residual_NC, join)
-    rows.project_forward_raw(x_NK, weight_CK, fused)
-    return out
-
-
 def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
     """The join of x Wᵀ: attention's output projection."""
     if "out" in run.choices.rows:
-        return rows_forward(run, x_NK, weight_CK, residual_NC, join)
+        fused, out = rows_join(run, residual_NC, join)
+        rows.project_forward_raw(x_NK, weight_CK, fused)
+        return out
     if run.choices.out != "residual":
         return join_forward(run, linear(x_NK, weight_CK, impl=run.choices.out), residual_NC, join)
     r_NC = torch.empty_like(residual_NC)
@@ -215,11 +210,11 @@ def rows_sums(gradient: rows.JoinGradient, join: Join, grads: WeightGradients) -
 
 
 def project_backward(
-    run: Pass, name: str, dy_NK: Tensor, weight_KC: Tensor, dresidual_NC: Tensor, joined: Joined, join: Join,
+    run: Pass, dy_NK: Tensor, weight_KC: Tensor, dresidual_NC: Tensor, joined: Joined, join: Join,
     grads: WeightGradients,
 ) -> Slopes:  # fmt: skip
-    """Through dh = dy W and the join that made h: the input gradient of product `name`, "qkv" or "up"."""
-    if name not in run.choices.rows:
+    """Through dh = dy W and the join that made h: the input gradient of the joint projection."""
+    if "qkv" not in run.choices.rows:
         dh_NC = input_gradient(dy_NK, weight_KC, impl=run.choices.rest)
         return join_backward(run, dh_NC, dresidual_NC, joined, join, grads)
     gradient, out = rows_slopes(run, dresidual_NC, joined, join, grads)
