@@ -151,6 +151,7 @@ def test_numbers_of_cards_in_one_record_are_a_sweep():
 
 def test_a_roofline_needs_rates_and_a_known_card():
     record = samples.explained()
+    assert [chapter.title for chapter in chapters([record])] == ["Explain: hal-20m, batch 512 × 256, bf16, best"]
     assert roofline_section(record, 0) is not None
     assert roofline_section(replace(record, card="a card of 2031"), 0) is None
     bare = [replace(op, tflops=None) for op in record.ops]

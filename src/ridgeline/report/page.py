@@ -123,7 +123,8 @@ def _other(record: Record, index: int) -> list[Chapter]:
         sections.append(op_section(record, index))
     elif record.kind != "bench" and record.contenders:
         sections.append(plain_section(record, index))
-    title = f"{record.kind.capitalize()}: {played.title(record) or workload_name(record)}"
+    ran = "".join(f", {c.name}" for c in record.contenders) if record.kind == "explain" else ""
+    title = f"{record.kind.capitalize()}: {played.title(record) or workload_name(record)}{ran}"
     return [Chapter(title=title, sections=sections)] if sections else []
 
 
