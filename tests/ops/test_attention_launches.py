@@ -133,3 +133,10 @@ def test_gradients_that_are_not_rows_of_neighbouring_heads_are_refused(recorder:
     x = torch.zeros(2, 4, 16, 64, dtype=torch.bfloat16).transpose(1, 2)
     with pytest.raises(UnsupportedError, match="out must be rows of neighbouring heads"):
         short.forward(x, x, x, None, x, torch.zeros(2, 4, 16), scale=1.0, drop=short.dropping(0.0, None, 0))
+
+
+def test_outputs_at_odd_places_are_refused(recorder: Recorder) -> None:
+    q, k, v, _, lse = tensors(2, 300, 2, 2, 32)
+    out = torch.zeros(2, 300, 68, dtype=torch.bfloat16)[..., :64].unflatten(-1, (2, 32))
+    with pytest.raises(UnsupportedError, match="out must begin at a multiple of 16 bytes"):
+        plain.backward(q, q, k, v, out, lse, q, k, v, scale=1.0)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ridgeline.errors import UnsupportedError
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
@@ -107,6 +108,9 @@ def backward(
         scale: of the scores.
         column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
             and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
+
+    Raises:
+        UnsupportedError: out or a gradient is not laid out so, or out's rows do not begin at multiples of 16 bytes.
     """
     (B, T, H, D), G, device = q_BTHD.shape, k_BTGD.shape[2], q_BTHD.device
     (parts, key_parts, units), blocks = split(q_BTHD, k_BTGD), -(-T // 64)
@@ -116,10 +120,13 @@ def backward(
     heads = torch.empty(2, B * G * parts * T * D if parts > 1 else 0, device=device)
     sum_rows = 0 if column_sums is None else len(column_sums)
     q_pitch, kv_pitch = hopper.pitch("dq", dq_BTHD), hopper.common_pitch(dk_BTGD, dv_BTGD)
+    o_pitch = hopper.pitch("out", out_BTHD)
+    if o_pitch % 8 or out_BTHD.data_ptr() % 16:
+        raise UnsupportedError(f"out must begin at a multiple of 16 bytes with rows of such a pitch, got {o_pitch}")
     arguments: tuple[cuda.Argument, ...] = (
         *(hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD, d_out_BTHD)), out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD,
-        dq_sums, heads[0], heads[1], column_sums, T, H, shared, parts, key_parts, units, hopper.pitch("out", out_BTHD),
-        q_pitch, kv_pitch, sum_rows, scale,
+        dq_sums, heads[0], heads[1], column_sums, T, H, shared, parts, key_parts, units, o_pitch, q_pitch, kv_pitch,
+        sum_rows, scale,
     )  # fmt: skip
     macros = defines(q_BTHD.dtype, column_sums is not None)
     module = cuda.load(hopper.SOURCES / "plain_backward.cu", macros)
