@@ -71,6 +71,9 @@ _OWN: dict[str, tuple[str, str]] = {
     "weight_gradients": (_WEIGHTS, _WEIGHTS),
     "gradients_of_floats": (_WEIGHTS, _WEIGHTS),
     "reduce": ("bias gradients", "bias gradients"),
+    "folded_statistics_kernel": ("norm", "norm"),
+    "folded_weights_kernel": ("mlp_up", "mlp_up"),
+    "folded_gradient_kernel": ("mlp_up.weight_gradient",) * 2,
     "input_vector_kernel": ("input", "input"),
     "tables": ("embedding", "embedding"),
     **dict.fromkeys(
