@@ -40,7 +40,7 @@ def kernel(name: str, phase, *shapes, operator: str = "_Stack", kind: str = "ker
         (kernel("gradients_of_floats", "backward"), "weight gradients"),
         (kernel("reduce", "backward"), "pointwise"),
         (kernel("folded_statistics_kernel", "forward"), "norms"),
-        (kernel("folded_gradient_kernel", "backward"), "weight gradients"),
+        (kernel("folded_gradient_kernel", "backward"), "MLP up"),
         (kernel("attention_forward", "forward"), "attention"),
         (kernel("attention_backward", "backward"), "attention"),
         (kernel("table_gradient", "backward"), "relative table"),
