@@ -180,7 +180,7 @@ def defines(case):
 def build(job):
     from ridgeline.ops import _cuda as cuda
     c = cuda.build(job[0], defines(job[1]), "sm_90a")
-    return *job[1], *[tuple(v)[0:3:2] for v in c.resources().values()], [x[-60:] for x in c.log.splitlines() if "serialized" in x] 
+    return *job[1], *[tuple(v)[0:3:2] for v in c.resources().values()], [x[-60:] for x in c.log.splitlines() if "serialized" in x]
 
 def main(only_compile):
     file = prepare()
