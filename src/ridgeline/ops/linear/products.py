@@ -96,6 +96,17 @@ def forward_raw(
                 bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks,
             )  # fmt: skip
         return
+    _forward_torch(x_NK, weight_MK, out_NM, bias_M, gelu, slope_NM, residual_NM, masks)
+    if norm is not None and residual_NM is not None:
+        parts = out_NM.float().unflatten(1, (-1, SHARE))
+        norm.shares_SM2.copy_(torch.stack([parts.sum(2), parts.square().sum(2)], 2).transpose(0, 1))
+
+
+def _forward_torch(
+    x_NK: Tensor, weight_MK: Tensor, out_NM: Tensor, bias_M: Tensor | None, gelu: GeluKind | None,
+    slope_NM: Tensor | None, residual_NM: Tensor | None, masks: Masks | None,
+) -> None:  # fmt: skip
+    """`forward_raw` by cuBLAS and PyTorch's pointwise kernels, without a norm."""
     linear_NM = out_NM if gelu is None else out_NM.new_empty_strided(out_NM.shape, out_NM.stride())
     if bias_M is None:
         torch.mm(x_NK, weight_MK.t(), out=linear_NM)
@@ -110,9 +121,6 @@ def forward_raw(
         out_NM.copy_(masked(out_NM, masks))
     if residual_NM is not None:
         out_NM.add_(residual_NM)
-    if norm is not None and residual_NM is not None:
-        parts = out_NM.float().unflatten(1, (-1, SHARE))
-        norm.shares_SM2.copy_(torch.stack([parts.sum(2), parts.square().sum(2)], 2).transpose(0, 1))
 
 
 def _folded(weight_MK: Tensor, bias_M: Tensor | None, norm: FoldedNorm) -> FoldedWeights:
