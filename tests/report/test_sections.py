@@ -178,6 +178,10 @@ def test_curves_are_drawn_over_steps_seconds_and_positions_and_rows_are_tables()
     for section in sections[:3]:  # counted lines stand in every one of them, as long as the longest run
         last = {row[0].text: row[2].text for row in section.table.rows}
         assert last["2-gram"] == max(last.values(), key=float)
+    assert [row[2].text for row in sections[2].table.rows][:1] == ["0.512"]  # million positions
+    broken = [{**curve, "tokens": "many"} if "tokens" in curve else curve for curve in runs]
+    with pytest.raises(ConfigError):
+        list(curve_sections(replace(samples.study(), curves=broken), 0))
     (strength,) = curve_sections(samples.race(), 0)
     assert strength.title == "Strength: boxing"
 
