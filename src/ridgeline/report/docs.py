@@ -311,10 +311,11 @@ def images(records: Sequence[Record], folder: Path) -> list[Path]:
     ]
 
 
-def _place(record: Record) -> int:
-    """The place of a record's goal in the file of goals; what is no goal comes last."""
-    goals = read_goals(GOALS)
-    return next((place for place, goal in enumerate(goals) if goal.fits(record)), len(goals))
+def _place(record: Record) -> tuple[int, str, int]:
+    """The place of a record's goal in the file of goals; what is no goal comes last, by model and context."""
+    goals, info = read_goals(GOALS), record.workload
+    place = next((place for place, goal in enumerate(goals) if goal.fits(record)), len(goals))
+    return place, "" if info is None else info.name, 0 if info is None else info.context
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
