@@ -1,4 +1,4 @@
-"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's.
+"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's, or in fp32 those of the blocks.
 
 Small heads keep their logits, and the backward pass turns them into their gradient. For large ones forward and
 backward run at once, a chunk of rows at a time: the logits of a chunk are computed, turned into their gradient in place
@@ -24,6 +24,7 @@ from torch.nn import functional
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.cross_entropy import triton as kernels
 from ridgeline.ops.known import ROWS, is_one, padded_rows
+from ridgeline.ops.linear import doubles, unavailable
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import fp32_place, sink_of, written
 from ridgeline.ops.streams import side_stream
@@ -31,6 +32,14 @@ from ridgeline.ops.streams import side_stream
 CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 512 MiB in 16-bit storage
 KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
 FEW_ROWS = 1 << 15  # up to which products leave part of a card free
+
+
+def by_doubles(*matrices: Tensor) -> bool:
+    """Whether their product is made in fp64, as in the blocks, rather than by cuBLAS."""
+    like = matrices[0]
+    if like.dtype != torch.float32 or unavailable("cuda", like.device, like.dtype) is not None:
+        return False
+    return all(doubles.misplaced("matrix", x) is None for x in matrices)
 
 
 class Head(NamedTuple):
@@ -47,10 +56,19 @@ class Head(NamedTuple):
 
     def logits(self, hidden_KC: Tensor, out_KW: Tensor) -> None:
         """Written into `out_KW`."""
-        if self.bias_W is None:
+        if by_doubles(hidden_KC, self.weight_WC, out_KW):
+            doubles.product(hidden_KC, self.weight_WC, out_KW, bias_N=self.bias_W)
+        elif self.bias_W is None:
             torch.mm(hidden_KC, self.weight_WC.t(), out=out_KW)
         else:
             torch.addmm(self.bias_W, hidden_KC, self.weight_WC.t(), out=out_KW)
+
+    def hidden_gradient(self, dlogits_KW: Tensor, out_KC: Tensor) -> None:
+        """That of the hidden states, written into `out_KC`."""
+        if by_doubles(dlogits_KW, self.weight_WC, out_KC):
+            doubles.product(dlogits_KW, self.weight_WC, out_KC, transposed_b=True)
+        else:
+            torch.mm(dlogits_KW, self.weight_WC, out=out_KC)
 
 
 class HeadBuffers(NamedTuple):
@@ -128,7 +146,7 @@ def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor,
         kernels.cross_entropy_raw(
             logits_KW, targets_N[part], logits_KW, losses_P, counts, classes=V, partials_PV=sums_PV
         )
-        torch.mm(logits_KW, head.weight_WC, out=gradients.hidden_NC[part])
+        head.hidden_gradient(logits_KW, gradients.hidden_NC[part])
         weight_gradient_raw(logits_KW, hidden_NC[part], gradients.weight_WC, accumulate=first > 0)
         if gradients.bias_V is not None:
             sums = logits_KW[:, :V] if sums_PV is None else sums_PV
@@ -223,7 +241,9 @@ class SmallHead(torch.autograd.Function):
             dbias = written(bias_V, dbias_V)
         # before the hidden states' gradient: behind it, it would take processors from a kernel that wants all of them
         dweight = _head_weight_gradient(weight_VC, dlogits_NW[:, : head.classes], hidden_NC)
-        return dlogits_NW @ head.weight_WC, dweight, dbias, None
+        dhidden_NC = torch.empty_like(hidden_NC)
+        head.hidden_gradient(dlogits_NW, dhidden_NC)
+        return dhidden_NC, dweight, dbias, None
 
 
 class ChunkedHead(torch.autograd.Function):
