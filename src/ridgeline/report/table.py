@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ridgeline.bench.explain_view import amount
 
 NONE = "–"
+LONG = 32  # letters that a name has on one line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class Cell:
     share: float | None = None
     number: bool = True
     wide: bool = False
+
+    @property
+    def long(self) -> bool:
+        """Whether it takes several lines, so that what stands beside it can be seen."""
+        return not self.number and not self.wide and len(self.text) > LONG
 
 
 def words(text: str, *, wide: bool = False) -> Cell:
