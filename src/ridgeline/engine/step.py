@@ -328,6 +328,25 @@ class TrainStep:
             yield self.model
 
     @property
+    def captures(self) -> bool:
+        """Whether what it runs is captured."""
+        return self._capture is not None
+
+    def captured(self, program: Program) -> Program:
+        """What runs `program` again and again, captured as a step is; it must change no state, and may read `weights`.
+
+        Results that it leaves in memory of the capture hold until the next step or captured program runs.
+
+        Raises:
+            UnsupportedError: steps are not captured, or the program cannot be.
+        """
+        if self._capture is None:
+            raise UnsupportedError("this step is not captured, so nothing beside it is")
+        if isinstance(self._capture, CudaCapture):
+            self._capture.warm_up(program)
+        return self._capture(program)
+
+    @property
     def taken(self) -> int:
         """Steps taken, skipped ones included. Waits for the device."""
         return int(self.update.seed_step[1])
