@@ -53,7 +53,8 @@ def _rows(record: Record) -> list[list[str]]:
     several = any(result.gpus is not None for result in record.contenders)
     timed = [result for result in record.contenders if result.error is None]
     shown = [(title, cell) for title, cell in COLUMNS if any(cell(result) != NONE for result in timed)]
-    rows = [["contender", "group", *(["cards"] if several else []), *(title for title, _ in shown), "× ref"]]
+    titles = [*(["cards"] if several else []), *(title for title, _ in shown), *(["× ref"] if timed else [])]
+    rows = [["contender", "group", *titles]]
     for result in record.contenders:
         place = [result.name, str(result.group), *([str(result.gpus)] if several else [])]
         if result.error is None:
