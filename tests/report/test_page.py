@@ -102,7 +102,8 @@ def test_a_long_list_of_contents_is_closed_and_equal_titles_are_told_apart():
 def test_a_long_name_leaves_room_for_what_stands_beside_it():
     name = "gpt2-c256+optimizer.lr=3e-4+optimizer.floor=3e-4"
     page = build_page([replace(samples.smaller(), contenders=[samples.result(name, 3.0, 512, 128)])])
-    assert f'<td class=" long">{name}</td>' in page
+    parts = "".join(f"<span>{part}</span>" for part in ("gpt2-c256", "+optimizer.lr=3e-4", "+optimizer.floor=3e-4"))
+    assert f'<td class=" long">{parts}</td>' in page
     assert 'long">hal-5m' not in page
 
 

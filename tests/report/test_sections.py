@@ -242,6 +242,10 @@ def test_names_in_a_legend_leave_out_what_all_share_and_are_broken(narrow):
     assert (first, second.replace("\n", "")) == ("gpt2-c256", f"fast-c256{own}")
     box, (axes,) = legend.get_window_extent(), figure.axes
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert list(table_of(section)) == ["gpt2-c256", f"fast-c256{own}"]
+    assert section.notes == (
+        "All with optimizer.lr=3e-4, optimizer.floor=3e-4, optimizer.warmup=0, optimizer.betas=[0.9,0.999].",
+    )
     assert axes.get_window_extent().height > 1.5 * figure.dpi  # however many lines the legend takes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,11 @@ class Cell:
     def long(self) -> bool:
         """Whether it takes several lines, so that what stands beside it can be seen."""
         return not self.number and not self.wide and len(self.text) > LONG
+
+    @property
+    def parts(self) -> list[str]:
+        """A long name's, each of which stays on one line if it can: the changes of a preset begin with a "+"."""
+        return re.split(r"(?<=.)(?=\+)", self.text)
 
 
 def words(text: str, *, wide: bool = False) -> Cell:
