@@ -100,6 +100,14 @@ def test_all_workloads_at_a_glance_with_the_ladder_first():
     assert [chapter.title for chapter in chapters([samples.smaller()])] == ["hal-5m, batch 512 × 128, bf16"]
 
 
+def test_ratios_are_explained_where_there_are_some():
+    whole = samples.smaller()
+    alone = replace(whole, contenders=whole.contenders[:1])
+    first, second = (next(bench_sections(record, 0)) for record in (whole, alone))
+    assert any("× PyTorch is the ratio" in note for note in first.notes)
+    assert not second.notes
+
+
 def test_columns_without_a_number_are_left_out():
     bare = [replace(c, overlap=None, first_step_s=None) for c in samples.smaller().contenders]
     section = next(bench_sections(replace(samples.smaller(), contenders=bare), 0))

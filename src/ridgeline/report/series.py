@@ -11,7 +11,7 @@ from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
 from ridgeline.report.draw import Dot, Line, lines, lines_beneath, roofline
 from ridgeline.report.names import told_apart
-from ridgeline.report.sections import SWALLOWED, Section, contender_table, slug, workload_name
+from ridgeline.report.sections import Section, contender_table, slug, swallowed, workload_name
 from ridgeline.report.table import Table, anything, number, words
 
 CURVES = {
@@ -197,12 +197,13 @@ def op_section(record: Record, index: int) -> Section:
 
 def plain_section(record: Record, index: int) -> Section:
     """The contenders of any other record as a table."""
+    table = contender_table(record)
     return Section(
         key=f"results-{index}",
         title=f"Results: {workload_name(record)}",
         lead=f"What the {record.kind} record holds.",
         chart=None,
-        table=contender_table(record),
-        notes=(SWALLOWED,),
+        table=table,
+        notes=swallowed(table),
         source=index,
     )
