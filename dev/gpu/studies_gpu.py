@@ -69,8 +69,23 @@ COMPARISONS = {  # by name: contenders, and what is asked
 ALONE = {
     "inversion": ["inversion", "fast-c256", "gpt2-c256"],
     # sizes whose kernels the comparisons have compiled
-    "search": "search --base gpt2-c256 --target loss=1.6 --budget 55s --trial 3s --space layers=2,3,4,6 width=256 "
-    "context=256 batch=16,32,64 lr=1e-3:8e-3".split(),
+    "search": [
+        "search",
+        "--base",
+        "gpt2-c256",
+        "--target",
+        "loss=1.6",
+        "--budget",
+        "55s",
+        "--trial",
+        "3s",
+        "--space",
+        "layers=2,3,4,6",
+        "width=256",
+        "context=256",
+        "batch=16,32,64",
+        "lr=1e-3:8e-3",
+    ],
 }
 
 
