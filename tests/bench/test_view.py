@@ -62,6 +62,12 @@ def test_the_table_of_failures_alone():
     assert text.endswith("UnsupportedError: no card")
 
 
+def test_one_contender_is_compared_with_nobody():
+    text = table(record(ContenderResult(name="eager", step_ms=2.0, spread=0.01)))
+    assert "× ref" not in text
+    assert text.splitlines()[3].split()[:3] == ["contender", "group", "ms"]
+
+
 def test_each_line_says_its_cards_where_there_are_several_numbers():
     one, two = replace(BASE, gpus=1), replace(BASE, group=1, gpus=2, tokens_per_s=7.8e6)
     failed = ContenderResult(name="best", group=1, gpus=2, error="no card")
