@@ -209,15 +209,18 @@ def optimizer_cases() -> dict[str, Case]:
 
     M = 20_000_000
     plan, update = optimizer.plan_config(M), optimizer.update_config(M)
-    return {
-        "adamw plan": Case(
+    plans = {
+        f"adamw plan{name}": Case(
             optimizer.adamw_plan_kernel,
             pointers(
                 "fp32 gradient partials plan rates applied ring loss weight scale; i32 arrivals growth;"
                 "i64 seed_step skipped"
-            ),
+            )
+            | {"known_ptr": known, "pieces_ptr": pieces},
             {
                 "M": "i32/16",
+                "known": "i32",
+                "pieces": "i32",
                 "rates": "i32",
                 "max_norm": "fp32",
                 "growth": "fp32",
@@ -233,7 +236,11 @@ def optimizer_cases() -> dict[str, Case]:
                 "STAGES": plan.stages,
             },
             plan,
-        ),
+        )
+        for name, known, pieces in (("", "", ""), (", squares known", "*fp32", "*i64"))
+    }
+    return {
+        **plans,
         "adamw update": Case(
             optimizer.adamw_update_kernel,
             pointers("fp32 weights gradient moment_1 moment_2 plan; bf16 copy"),

@@ -136,7 +136,9 @@ class TrainStep:
         if whole or (weight is None and loss is None):
             weight = None if whole else _targets_that_count
         scaling = (scale or LossScale()) if self.precision.scaled else None
-        self.update = Update(self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed)
+        self.update = Update(
+            self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed, whole=whole
+        )
         self.device = self.flat.device
         self._user_loss = loss
         call = self._call_loss

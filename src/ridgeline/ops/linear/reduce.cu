@@ -1,8 +1,10 @@
 // Many small sums in one launch: for each job, dst[r, c] (+)= Σ_s src[s, r, c] over shares s in a fixed order.
 //
 // A job with few shares (weight gradients) gives a thread four columns and all shares; one with many (column sums, one
-// row of partials a block) splits the shares among the block's warps and adds the warps' sums in order.
+// row of partials a block) splits the shares among the block's warps and adds the warps' sums in order. With `squares`, a
+// block leaves there the sum of squares of what it has written.
 #include "ridgeline/common.cuh"
+#include "squares.cuh"
 
 using namespace rl;
 
@@ -21,18 +23,21 @@ struct Jobs {
   Job job[MAX_JOBS];
 };
 
-RL_D void put(const Job& job, i64 at, float value) {
+// The square of what it puts, before that is rounded to 16 bits.
+RL_D float put(const Job& job, i64 at, float value) {
   if (job.half) {
     u16* dst = static_cast<u16*>(job.dst) + at;
-    *dst = pack_one(value + (job.accumulate ? unpack_one(*dst) : 0.f));
+    *dst = pack_one(value += job.accumulate ? unpack_one(*dst) : 0.f);
   } else {
     float* dst = static_cast<float*>(job.dst) + at;
-    *dst = value + (job.accumulate ? *dst : 0.f);
+    *dst = value += job.accumulate ? *dst : 0.f;
   }
+  return value * value;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count) {
-  __shared__ float sums[WARPS][32];
+extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count,
+                                                             float* squares) {
+  __shared__ float sums[WARPS][32], left[WARPS];
   const int here = blockIdx.x;
   int which = 0;
   for (int step = MAX_JOBS / 2; step > 0; step /= 2)
@@ -46,6 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 #endif
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float own = 0.f;
   if (job.shares < MANY) {
     const int width = (job.columns + 3) / 4;
     for (i64 quad = static_cast<i64>(block) * THREADS + threadIdx.x; quad < static_cast<i64>(job.rows) * width;
@@ -63,12 +70,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
         for (int s = 0; s < job.shares; ++s)
           for (int e = 0; e < inside; ++e) total[e] += src[s * job.share_step + e];
       }
-      for (int e = 0; e < inside; ++e) put(job, static_cast<i64>(row) * job.dst_row + column + e, total[e]);
+      for (int e = 0; e < inside; ++e) own += put(job, static_cast<i64>(row) * job.dst_row + column + e, total[e]);
     }
-    return;
   }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = (job.columns + 31) / 32;
-  for (int piece = block; piece < job.rows * width; piece += blocks) {
+  const int width = (job.columns + 31) / 32;
+  for (int piece = job.shares < MANY ? job.rows * width : block; piece < job.rows * width; piece += blocks) {
     const int row = piece / width, column = piece % width * 32 + lane;
     const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
     float total = 0.f;
@@ -78,8 +84,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
     __syncthreads();
     if (warp == 0 && column < job.columns) {
       for (int w = 1; w < WARPS; ++w) total += sums[w][lane];
-      put(job, static_cast<i64>(row) * job.dst_row + column, total);
+      own += put(job, static_cast<i64>(row) * job.dst_row + column, total);
     }
     __syncthreads();
+  }
+  if (!squares) return;
+  own = sum_of_warp(own);
+  if (lane == 0) left[warp] = own;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < WARPS; ++w) own += left[w];
+    squares[blockIdx.x] = own;
   }
 }
