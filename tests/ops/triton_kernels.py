@@ -216,7 +216,7 @@ def optimizer_cases() -> dict[str, Case]:
                 "fp32 gradient partials plan rates applied ring loss weight scale; i32 arrivals growth;"
                 "i64 seed_step skipped"
             )
-            | {"known_ptr": known, "pieces_ptr": pieces},
+            | known,
             {
                 "M": "i32/16",
                 "known": "i32",
@@ -234,10 +234,11 @@ def optimizer_cases() -> dict[str, Case]:
                 "BLOCK_P": 1024,
                 "BLOCK": plan.columns,
                 "STAGES": plan.stages,
+                **({} if known else {"known_ptr": None, "pieces_ptr": None}),
             },
             plan,
         )
-        for name, known, pieces in (("", "", ""), (", squares known", "*fp32", "*i64"))
+        for name, known in (("", {}), (", squares known", pointers("fp32 known; i64 pieces")))
     }
     return {
         **plans,

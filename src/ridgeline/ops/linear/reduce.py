@@ -69,8 +69,8 @@ def reduce_raw(jobs: Sequence[Job], *, squares: Tensor | None = None) -> None:
 
     Args:
         jobs: the sums.
-        squares: fp32, a number for every block of all launches; they add up to the sum of squares of all results. They
-            are right where all of these are fp32.
+        squares: fp32, a number for every block of all launches; they add up to the squares of all sums, without what
+            these are added to, before they are rounded.
 
     Raises:
         ValueError: a job whose tensors do not fit together.

@@ -242,8 +242,8 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
     Args:
         gradients: the layers.
         also: further sums for the second launch, such as norms' partials.
-        room: gives memory in which both launches leave numbers that add up to the sum of squares of all results, which
-            are then to be fp32; None where nobody asks for it.
+        room: gives memory in which both launches leave numbers that add up to the squares of all gradients, without
+            what these are added to, before they are rounded; None where nobody asks for them.
 
     Raises:
         ValueError: more layers than that, or layers of different row counts.

@@ -9,7 +9,7 @@
 // At these sizes what limits is L2: a tile of 128 × 256 takes 48 bytes a cycle of it. PAIRED, two blocks of a cluster take
 // two tiles one below the other over the same rows, and each fetches half of X's columns for both.
 //
-// With `squares`, a warp leaves there the sum of squares of all that it has brought to its place.
+// With `squares`, a warp leaves there the sum of squares of all that it brings to its place.
 //
 // Macros: TILE_N 64, 128 or 256; STAGES; PAIRED 0 or 1; MAX_PROBLEMS.
 #include "smem.cuh"
@@ -112,19 +112,18 @@ RL_D void multiply(float (&acc)[TILE_N / 2], float (&sum)[4], int count, Ring& r
   if (lane == 0) ring.release(last);
 }
 
-// What it puts, before that is rounded to 16 bits.
-RL_D float put(void* place, i64 at, float value, bool add, bool half) {
+RL_D void put(void* place, i64 at, float value, bool add, bool half) {
   if (half) {
     u16* to = static_cast<u16*>(place) + at;
-    *to = pack_one(value += add ? unpack_one(*to) : 0.f);
+    *to = pack_one(value + (add ? unpack_one(*to) : 0.f));
   } else {
     float* to = static_cast<float*>(place) + at;
-    *to = value += add ? *to : 0.f;
+    *to = value + (add ? *to : 0.f);
   }
-  return value;
 }
 
-// The tile to its place or, as partial sums, to a place of its own. The sum of squares of what went to its place.
+// The tile to its place or, as partial sums, to a place of its own. The sum of squares of what goes to its place,
+// without what that is added to.
 RL_D float deliver(const float (&acc)[TILE_N / 2], const float (&sum)[4], const Problem& problem, const Share& share,
                   float* tiles, float* sums, int first, int lane) {
   const bool whole = share.part < 0;
@@ -148,15 +147,19 @@ RL_D float deliver(const float (&acc)[TILE_N / 2], const float (&sum)[4], const 
         if (whole) note(a), note(b);
       } else if (whole) {
         const i64 at = static_cast<i64>(share.row + row) * problem.pitch + share.column + column;
-        if (column < columns) note(put(problem.weight, at, a, add, half));
-        if (column + 1 < columns) note(put(problem.weight, at + 1, b, add, half));
+        if (column < columns) put(problem.weight, at, a, add, half), note(a);
+        if (column + 1 < columns) put(problem.weight, at + 1, b, add, half), note(b);
       } else if (column < columns) {
         out[column] = a;
       }
     }
     if (share.bias && lane % 4 == 0) {
-      if (whole) note(put(problem.bias, share.row + row, sum[2 * h], problem.how & ADD_BIAS, problem.how & HALF_BIAS));
-      else sums[share.part * TILE_M + row] = sum[2 * h];
+      if (whole) {
+        put(problem.bias, share.row + row, sum[2 * h], problem.how & ADD_BIAS, problem.how & HALF_BIAS);
+        note(sum[2 * h]);
+      } else {
+        sums[share.part * TILE_M + row] = sum[2 * h];
+      }
     }
   }
   return squares;
