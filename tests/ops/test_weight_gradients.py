@@ -194,8 +194,21 @@ def test_weight_gradients_on_the_card(dtype: torch.dtype, N: int) -> None:
     nan = lambda *s: torch.full(s, float("nan"), device="cuda")  # noqa: E731
     gradients = [Gradient(normal(N, M), normal(N, K), nan(M, K), nan(M) if bias else None) for M, K, bias in shapes]
     partials, extra = torch.randn(264, 1, 512, device="cuda"), nan(1, 512)
+    left = [nan(1 << 14) for _ in range(2)]
+    counts: list[int] = []
+
+    def room(count: int) -> Tensor:
+        counts.append(count)
+        return left[len(counts) - 1][:count]
+
     for _ in range(2):
-        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)])
+        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)], room=room)
+    squares = [x[: counts[0]] for x in left]
+    results = [extra, *(x for g in gradients for x in (g.dweight_MK, g.dbias_M) if x is not None)]
+    assert torch.equal(*squares)
+    assert float(squares[0].double().sum()) == pytest.approx(
+        sum(float(x.double().square().sum()) for x in results), rel=1e-6
+    )
     first = [g.dweight_MK.clone() for g in gradients]
     wgrad.weight_gradients_raw(gradients)
     torch.testing.assert_close(extra, partials.sum(0))

@@ -31,10 +31,10 @@ _COEFFICIENT, _RATE, _STEP_SIZE, _ROOT_CORRECTION, _UPDATE = (tl.constexpr(slot)
 
 @triton.jit
 def plan_ahead(
-    rates_ptr, seed_step_ptr, applied_ptr, loss_ptr, weight_ptr, scale_ptr, rates,
+    rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, loss_ptr, weight_ptr, scale_ptr, rates,
     LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr,
 ):  # fmt: skip
-    """What is known before the norm: step, rate, loss, divisor, steps applied, step size, correction."""
+    """What is known before the norm: step, rate, loss, divisor, steps applied, step size, correction, steps skipped."""
     step = tl.load(seed_step_ptr + 1)
     rate = tl.load(rates_ptr + tl.minimum(step, rates - 1))
     loss, divisor = tl.load(loss_ptr), 1.0
@@ -49,13 +49,14 @@ def plan_ahead(
     correction_1 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_1, tl.float64))
     correction_2 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_2, tl.float64))
     size = (rate.to(tl.float64) / correction_1).to(tl.float32)
-    return step, rate, loss, divisor, applied, size, tl.sqrt(correction_2).to(tl.float32)
+    skipped, in_a_row = tl.load(skipped_ptr), tl.load(skipped_ptr + 1)
+    return step, rate, loss, divisor, applied, size, tl.sqrt(correction_2).to(tl.float32), skipped, in_a_row
 
 
 @triton.jit
 def plan_step(
-    squares, step, rate, loss, divisor, applied, size, root_correction, plan_ptr, seed_step_ptr, applied_ptr,
-    skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING: tl.constexpr,
+    squares, step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row, plan_ptr, seed_step_ptr,
+    applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING: tl.constexpr,
 ):  # fmt: skip
     """The scalar part of a step, given the gradient's sum of squares and what `plan_ahead` knew."""
     norm = tl.div_rn(tl.sqrt_rn(squares), divisor)
@@ -72,8 +73,8 @@ def plan_step(
     tl.store(row_ptr + 1, norm)
     tl.store(row_ptr + 2, rate)
     tl.store(row_ptr + 3, 1.0 - finite.to(tl.float32))
-    tl.store(skipped_ptr, tl.load(skipped_ptr) + 1 - finite.to(tl.int64))
-    tl.store(skipped_ptr + 1, (tl.load(skipped_ptr + 1) + 1) * (1 - finite.to(tl.int64)))
+    tl.store(skipped_ptr, skipped + 1 - finite.to(tl.int64))
+    tl.store(skipped_ptr + 1, (in_a_row + 1) * (1 - finite.to(tl.int64)))
     if growth_ptr is not None:  # as torch._amp_update_scale_
         scale, calm = tl.load(scale_ptr), tl.load(growth_ptr) + 1
         grown = tl.where(calm == interval, scale * growth, scale)
@@ -99,9 +100,10 @@ def adamw_plan_kernel(
     """
     previous_done(EARLY)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    step, rate, loss, divisor, applied, size, root_correction = plan_ahead(
-        rates_ptr, seed_step_ptr, applied_ptr, loss_ptr, weight_ptr, scale_ptr, rates, LOG_BETA_1, LOG_BETA_2
-    )
+    step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row = plan_ahead(
+        rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, loss_ptr, weight_ptr, scale_ptr, rates, LOG_BETA_1,
+        LOG_BETA_2,
+    )  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
     if known_ptr is not None:
@@ -124,8 +126,9 @@ def adamw_plan_kernel(
         rows = tl.arange(0, BLOCK_P)
         parts = tl.load(partials_ptr + rows, mask=rows < programs, other=0.0, volatile=True)
         plan_step(
-            tl.sum(parts, axis=0), step, rate, loss, divisor, applied, size, root_correction, plan_ptr, seed_step_ptr,
-            applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING,
+            tl.sum(parts, axis=0), step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row,
+            plan_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth,
+            backoff, interval, RING,
         )  # fmt: skip
         tl.store(arrivals_ptr, 0)
 
