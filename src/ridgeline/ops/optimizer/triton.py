@@ -98,8 +98,12 @@ def adamw_plan_kernel(
     end) that they are not of. Every program reads the scalars first, so that the last one need not wait for them when
     all wait for it.
     """
-    previous_done(EARLY)
     program, programs = tl.program_id(0), tl.num_programs(0)
+    piece = programs - 1 - program
+    if pieces_ptr is not None:  # a table that no kernel writes, so it may be read before the kernel before has ended
+        first = tl.load(pieces_ptr + 2 * piece, mask=piece < pieces, other=0)
+        end = tl.load(pieces_ptr + 2 * piece + 1, mask=piece < pieces, other=0)
+    previous_done(EARLY)
     step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row = plan_ahead(
         rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, loss_ptr, weight_ptr, scale_ptr, rates, LOG_BETA_1,
         LOG_BETA_2,
@@ -110,10 +114,12 @@ def adamw_plan_kernel(
         for tile in tl.range(program, tl.cdiv(known, BLOCK), programs):
             offset = tile * BLOCK + lanes
             squares += tl.load(known_ptr + offset, mask=offset < known, other=0.0)
-        for piece in tl.range(programs - 1 - program, pieces, programs):
-            offset = tl.load(pieces_ptr + 2 * piece) + lanes
-            g = tl.load(gradient_ptr + offset, mask=offset < tl.load(pieces_ptr + 2 * piece + 1), other=0.0)
+        for now in tl.range(piece, pieces, programs):
+            g = tl.load(gradient_ptr + first + lanes, mask=first + lanes < end, other=0.0)
             squares += g * g
+            following = now + programs
+            first = tl.load(pieces_ptr + 2 * following, mask=following < pieces, other=0)
+            end = tl.load(pieces_ptr + 2 * following + 1, mask=following < pieces, other=0)
     else:
         for tile in tl.range(program, tl.cdiv(M, BLOCK), programs, num_stages=STAGES):
             offset = tl.cast(tile, tl.int64) * BLOCK + lanes
