@@ -203,13 +203,11 @@ def embedding_cases() -> dict[str, Case]:
     }
 
 
-def optimizer_cases() -> dict[str, Case]:
+def plan_cases() -> dict[str, Case]:
     from ridgeline.ops.optimizer import triton as optimizer
-    from ridgeline.ops.optimizer import triton_muon as muon
 
-    M = 20_000_000
-    plan, update = optimizer.plan_config(M), optimizer.update_config(M)
-    plans = {
+    plan = optimizer.plan_config(20_000_000)
+    return {
         f"adamw plan{name}": Case(
             optimizer.adamw_plan_kernel,
             pointers(
@@ -240,8 +238,16 @@ def optimizer_cases() -> dict[str, Case]:
         )
         for name, known in (("", {}), (", squares known", pointers("fp32 known; i64 pieces")))
     }
+
+
+def optimizer_cases() -> dict[str, Case]:
+    from ridgeline.ops.optimizer import triton as optimizer
+    from ridgeline.ops.optimizer import triton_muon as muon
+
+    M = 20_000_000
+    update = optimizer.update_config(M)
     return {
-        **plans,
+        **plan_cases(),
         "adamw update": Case(
             optimizer.adamw_update_kernel,
             pointers("fp32 weights gradient moment_1 moment_2 plan; bf16 copy"),

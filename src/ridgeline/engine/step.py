@@ -139,8 +139,7 @@ class TrainStep:
         self.update = Update(
             self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed, whole=whole
         )
-        self.device = self.flat.device
-        self._user_loss = loss
+        self.device, self._user_loss = self.flat.device, loss
         call = self._call_loss
         if compile is not None:
             try:
