@@ -136,9 +136,10 @@ class TrainStep:
         if whole or (weight is None and loss is None):
             weight = None if whole else _targets_that_count
         scaling = (scale or LossScale()) if self.precision.scaled else None
-        self.update = Update(self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed)
-        self.device = self.flat.device
-        self._user_loss = loss
+        self.update = Update(
+            self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed, whole=whole
+        )
+        self.device, self._user_loss = self.flat.device, loss
         call = self._call_loss
         if compile is not None:
             try:
