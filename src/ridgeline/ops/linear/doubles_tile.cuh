@@ -9,9 +9,6 @@
 // the matrix are zeros there. Copies of STAGES slabs of 16 of K are under way. A number is converted whenever it becomes part
 // of a fragment: to convert it once, on its way into shared memory, takes longer (gpt2-c256's step 7.35 instead of 6.74 ms).
 #pragma once
-#if AT_ONCE == 16
-#include "doubles_whole.cuh"
-#else
 #include "ridgeline/doubles.cuh"
 
 namespace rl {
@@ -62,15 +59,6 @@ struct Sums {
   double of[FRAGMENTS_M][FRAGMENTS_N][4] = {};
 };
 
-RL_D double widen(float x) {
-#if BITS
-  const int bits = __float_as_int(x);
-  return __hiloint2double(((bits >> 3) & 0x8fffffff) + 0x38000000, bits << 29);
-#else
-  return x;
-#endif
-}
-
 struct Place {  // of this thread in a tile
   int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   int row = warp % WARPS_M * 32, column = warp / WARPS_M * WARP_N;  // its warp's first
@@ -93,11 +81,11 @@ struct Tile {
 #pragma unroll
       for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
-        for (int e = 0; e < AT_ONCE / 2; ++e) a[i][e] = widen(a_slab[SlabA::place(16 * i + 8 * (e % 2), e / 2 * 4)]);
+        for (int e = 0; e < AT_ONCE / 2; ++e) a[i][e] = a_slab[SlabA::place(16 * i + 8 * e, 0)];
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j)
 #pragma unroll
-        for (int e = 0; e < AT_ONCE / 4; ++e) b[j][e] = widen(b_slab[SlabB::place(8 * j, 4 * e)]);
+        for (int e = 0; e < AT_ONCE / 4; ++e) b[j][e] = b_slab[SlabB::place(8 * j, 0)];
     }
   };
 
@@ -157,4 +145,3 @@ struct Tile {
 };
 
 }  // namespace rl
-#endif
