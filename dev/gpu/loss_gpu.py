@@ -95,7 +95,7 @@ def time_kernels(right, end):
 
 
 def time_heads(end):
-    """The head's loss with all its gradients, by rows of a chunk; and its three products alone."""
+    """The head's loss with all its gradients, by rows of a chunk."""
     hidden, weight = torch.randn(N, C, device="cuda").to(BF), (torch.randn(W, C, device="cuda") * C**-0.5).to(BF)
     head, targets, loss, graphs, memory = linear.Head(weight, None, V), targets_of(N), torch.empty(1, device="cuda"), {}, {}
     for chunk in CHUNKS:
