@@ -54,9 +54,12 @@ def loss_partials(N: int, tensor: Tensor) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(device: int, *sizes: int, dtype: torch.dtype, targets: torch.dtype) -> cuda.Kernel:
+def _kernel(
+    device: int, classes: int, width: int, counts: int, dtype: torch.dtype, targets: torch.dtype
+) -> cuda.Kernel:
     """The loaded kernel for the current device."""
-    return cuda.load(SOURCE, defines(*sizes, dtype, targets)).kernel("cross_entropy", KINDS, patient=True)
+    macros = defines(classes, width, counts, dtype, targets)
+    return cuda.load(SOURCE, macros).kernel("cross_entropy", KINDS, patient=True)
 
 
 def cross_entropy_raw(
@@ -76,9 +79,7 @@ def cross_entropy_raw(
         losses_P: fp32, `loss_partials` of them.
     """
     N, W = logits_NW.shape
-    kernel = _kernel(
-        logits_NW.get_device(), classes, W, counts.shape[0], dtype=logits_NW.dtype, targets=targets_N.dtype
-    )
+    kernel = _kernel(logits_NW.get_device(), classes, W, counts.shape[0], logits_NW.dtype, targets_N.dtype)
     arguments = (
         logits_NW, targets_N, dlogits_NW, losses_P, counts, gradient_scale, N, targets_N.stride(0),
         logits_NW.stride(0), dlogits_NW.stride(0),
