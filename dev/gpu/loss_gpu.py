@@ -19,7 +19,7 @@ from ridgeline.ops.cross_entropy import triton as kernels
 N, C, V, W, BF = 65536, 768, 50257, 50304, torch.bfloat16
 CHECKED, CHUNK = 1024, 5120
 SWEEPS = {"triton": None, "triton, 2 programs": Launch(rows=4, columns=2048, warps=8, per_processor=2), "triton, 8 deep": Launch(rows=8, columns=1024, warps=4, per_processor=4)}
-CHUNKS = (5120, 11008, 16384, 22016, 32768)
+CHUNKS = (5120, 5504, 11008, 16384, 22016)
 
 
 def targets_of(count):
