@@ -24,12 +24,12 @@ from torch.nn import functional
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.cross_entropy import rows as long_rows
 from ridgeline.ops.cross_entropy import triton as kernels
+from ridgeline.ops.cross_entropy.cost import chunk_rows
 from ridgeline.ops.known import ROWS, is_one, padded_rows
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import fp32_place, sink_of, written
 from ridgeline.ops.streams import side_stream
 
-CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 512 MiB in 16-bit storage
 KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
 FEW_ROWS = 1 << 15  # up to which products leave part of a card free
 
@@ -97,12 +97,6 @@ def _partials(rows: int, hidden_NC: Tensor, head: Head) -> int:
     if _has_long_rows(hidden_NC, head):
         return long_rows.loss_partials(rows, hidden_NC)
     return kernels.loss_partials(rows, head.classes, hidden_NC)
-
-
-def chunk_rows(N: int, V: int) -> int:
-    """Rows of a chunk: as many as the memory of a chunk allows, spread evenly, a multiple of 128 where N is larger."""
-    chunks = -(-N * V // CHUNK_ELEMENTS)
-    return min(N, -(-N // chunks // 128) * 128)
 
 
 def make_buffers(hidden_NC: Tensor, head: Head, rows: int) -> HeadBuffers:
