@@ -224,7 +224,7 @@ def weight_gradients():
             for M, K in shapes
         ]
         partials, sums = draw(264, 1, 512, dtype=torch.float32).detach(), fp32(1, 512)
-        wgrad.weight_gradients_raw(layers, also=[Job(partials, sums)])
+        wgrad.weight_gradients_raw(layers, also=[Job(partials, sums)], room=lambda count: fp32(count))
         assert all(torch.isfinite(layer.dweight_MK.cpu()).all() for layer in layers)
 
 

@@ -78,9 +78,10 @@ def mlp_backward(
     join_gradient(du_NF @ up_FC, j)
 
 
-def grouped(group: Any, also: Any) -> None:
+def grouped(group: Any, also: Any, room: Any = None) -> None:
     targets = [g.dweight_MK for g in group] + [g.dbias_M for g in group if g.dbias_M is not None]
     targets += [job.dst_RC for job in also]
+    assert room is None  # nobody has asked for squares
     assert len({t.data_ptr() for t in targets}) == len(targets)  # a launch's results are written in any order
     results = [(g.dy_NM.t() @ g.x_NK, g.dweight_MK, g.add_weight) for g in group]
     results += [(g.dy_NM.sum(0), g.dbias_M, g.add_bias) for g in group if g.dbias_M is not None]

@@ -248,7 +248,7 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "climbed": climbed,
     "singles": singles,
     "windows": windows,
-    "engines": lambda records: _shown(engines.engines(newest(records))),
+    "engines": lambda records: _shown(engines.engines(newest(records), records)),
     "contexts": lambda records: _shown(engines.contexts(newest(records))),
     "scaling": scaling,
     "long-windows": studied.long_windows,

@@ -10,6 +10,7 @@ from ridgeline.bench.workloads import workload
 from ridgeline.models.memory import memory
 from ridgeline.models.plan import FUSED
 from ridgeline.records import Record
+from ridgeline.report.names import told_apart
 from ridgeline.report.played import MISSING, curves_of, setting_of
 from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
@@ -55,7 +56,7 @@ def article(records: Sequence[Record]) -> str:
 def _recipe(record: Record) -> str:
     target, seeds = setting_of(record)["target"], setting_of(record)["seeds"]
     speed = {result.name: result.step_ms for result in record.contenders}
-    names, shared = _names([row["contender"] for row in _rows(record, "standings")])
+    names, shared = told_apart([row["contender"] for row in _rows(record, "standings")])
     rows: list[list[Cell]] = [
         [
             words(f"`{names[row['contender']]}`"),
@@ -79,14 +80,6 @@ def _recipe(record: Record) -> str:
     )
     common = f" all with {', '.join(f'`{change}`' for change in shared)}:" if shared else ""
     return f"{_where(record)}{common}\n\n{Table(headers=headers, rows=rows).markdown()}"
-
-
-def _names(contenders: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Contenders by the changes that not all of them have, and the changes that all have."""
-    parts = [name.split("+") for name in contenders]
-    shared = [change for change in parts[0][1:] if all(change in part[1:] for part in parts)]
-    short = ("+".join([part[0], *(change for change in part[1:] if change not in shared)]) for part in parts)
-    return dict(zip(contenders, short, strict=True)), shared
 
 
 def starts(records: Sequence[Record]) -> str:
