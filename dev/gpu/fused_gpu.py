@@ -64,10 +64,18 @@ MIDDLE = {
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
     "mlp rows grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True)),
 }
+WIDE = {  # width 768
+    "early": (True, {}),
+    "late": (False, {}),
+    "residual": (True, dict(out="residual")),
+    "GELU apart": (True, dict(mlp="torch")),
+}
 
 
 def variants(name):
     config, B, T = WORKLOADS[name]
+    if config.width == 768:
+        return WIDE
     if config.width != 256:
         chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
         unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}
