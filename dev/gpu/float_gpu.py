@@ -1,6 +1,6 @@
 """fp32 on a card: its products and its attention against fp64 and beside the vendor's, then whole steps in turns.
 
-PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS] [check|cubes|products|attention|step ...]   ($OUT/float.json)
+PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS] [check|cubes|products|attention|step ...]
 """
 
 import collections
@@ -29,13 +29,7 @@ PARTS = [a for a in sys.argv[1:] if a.isalpha()] or ["check", "cubes", "attentio
 END = time.time() + next((float(a) for a in sys.argv[1:] if a.isdigit()), 60)
 OUT, found = os.environ.get("OUT", "/tmp"), {}
 torch.backends.cuda.matmul.allow_tf32 = False
-TILES = {"whole slabs": Tile(at_once=16), "four": Tile(), "four, 128x128": Tile(2, 64, 1)}
-CUBES = TILES | {
-    "four by bits": Tile(bits=1),
-    "eight": Tile(at_once=8),
-    "four, 128x128 by bits": Tile(2, 64, 1, bits=1),
-    "four, 128x32": Tile(1, 32, 3),
-}
+TILES = {"128x64 two": Tile(), "128x128 one": Tile(2, 64, 1), "128x32 three": Tile(1, 32, 3)}
 SHAPES = {"gpt2": (768, 256, 1024), "fast": (320, 256, 512)}  # qkv, out, up
 N, C = 8192, 256
 normal = lambda *shape: torch.randn(*shape, device="cuda")
@@ -65,9 +59,6 @@ def warm():
             for b_rows, epilogue, tanh in ((1, 0, 0), (1, 2, 1), (0, 0, 0), (0, 3, 0), (1, 4, 0)):
                 layout = {"A_ROWS": 1, "B_ROWS": b_rows, "EPILOGUE": epilogue, "TANH": tanh}
                 pool.submit(cuda.build, doubles.PRODUCT, tile.macros() | layout)
-        for tile in CUBES.values():
-            plain = {"A_ROWS": 1, "B_ROWS": 0, "EPILOGUE": 0, "TANH": 0}
-            pool.submit(cuda.build, doubles.PRODUCT, tile.macros() | plain)
         for kernels in KERNELS.values():
             pool.submit(cuda.build, kernels.source)
             pool.submit(cuda.build, doubles.GRADIENTS, tile.macros() | {"MAX_PROBLEMS": MAX_PROBLEMS})
@@ -188,11 +179,11 @@ def cubes():
     wide = square.double()
     ceiling = {"cuBLAS fp32": captured(lambda: square @ square), "cuBLAS fp64": captured(lambda: wide @ wide)}
     out = torch.empty_like(square)
-    for key, t in CUBES.items():
+    for key, t in TILES.items():
         ceiling[key] = captured(lambda t=t: doubles.product(square, square, out, transposed_b=True, tile=t))
     tell("4096 cubed TFLOP/s", {k: round(2 * 4096**3 / us / 1e6, 1) for k, us in interleaved(ceiling, 3, 3).items()})
     exact = square[:256].double() @ wide
-    for key, t in CUBES.items():
+    for key, t in TILES.items():
         doubles.product(square, square, out.fill_(float("nan")), transposed_b=True, tile=t)
         tell(f"check cube {key}", f"{relative(out[:256], exact):.1e}")
 
@@ -240,13 +231,11 @@ def on(kernels):
         float32.choose = before
 
 
-OLD = float32.DOUBLES._replace(source=float32.DOUBLES.source.with_name("doubles_whole.cu"))
-KERNELS = {"doubles": float32.DOUBLES, "whole": OLD}
+KERNELS = {"doubles": float32.DOUBLES, "lanes": float32.LANES}
 APART = dict(out="cuda", rest="cuda")
 CHOICES = {  # tile, attention's kernels, changes of choices, and whether the head's products are ours
-    "new": (Tile(), float32.DOUBLES, {}, True),
-    "before": (TILES["whole slabs"], OLD, APART, False),
-    "attention before": (Tile(), OLD, {}, True),
+    "chosen": (Tile(), float32.DOUBLES, {}, True),
+    "attention on lanes": (Tile(), float32.LANES, {}, True),
     "joins apart": (Tile(), float32.DOUBLES, APART, True),
     "cuBLAS's head": (Tile(), float32.DOUBLES, {}, False),
     "128x128": (Tile(2, 64, 1), float32.DOUBLES, {}, True),
@@ -265,7 +254,7 @@ def head(ours):
 
 
 def step(name, config):
-    """Whole steps with several choices in turns, and the new one's kernels."""
+    """Whole steps with several choices in turns, and the chosen one's kernels."""
     runs, tokens = {}, torch.randint(65, (32, 257), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
     for key, (tile, kernels, changes, ours) in CHOICES.items():
@@ -293,7 +282,7 @@ def step(name, config):
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(3):
-            runs["new"](batch)
+            runs["chosen"](batch)
         torch.cuda.synchronize()
     total, count = collections.Counter(), collections.Counter()
     for e in prof.events():

@@ -36,8 +36,6 @@ class Tile(NamedTuple):
     warps: int = 1
     width: int = 64
     blocks: int = 2
-    at_once: int = 4
-    bits: int = 0
 
     @property
     def columns(self) -> int:
@@ -51,10 +49,7 @@ class Tile(NamedTuple):
 
     def macros(self) -> dict[str, int]:
         """What the kernels are compiled with."""
-        return {"WARPS_M": 4, "WARPS_N": self.warps, "WARP_N": self.width, "BLOCKS": self.blocks, "STAGES": STAGES} | {
-            "AT_ONCE": self.at_once,
-            "BITS": self.bits,
-        }
+        return {"WARPS_M": 4, "WARPS_N": self.warps, "WARP_N": self.width, "BLOCKS": self.blocks, "STAGES": STAGES}
 
     def smem(self, a_by_rows: bool, b_by_rows: bool) -> int:
         """Bytes of the ring of slabs."""

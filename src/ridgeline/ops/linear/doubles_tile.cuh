@@ -8,12 +8,14 @@
 // shared memory it keeps its order, with pitches such that the 32 numbers of a fragment never meet in a bank. Rows beyond
 // the matrix are zeros there. Copies of STAGES slabs of 16 of K are under way. A number is converted whenever it becomes part
 // of a fragment: to convert it once, on its way into shared memory, takes longer (gpt2-c256's step 7.35 instead of 6.74 ms).
+// Four of K are multiplied at a time while the next four are loaded and converted, so that no product waits for its operands
+// but the first.
 #pragma once
 #include "ridgeline/doubles.cuh"
 
 namespace rl {
 
-constexpr int SLAB = 16;                                 // of K
+constexpr int SLAB = 16, AT_ONCE = 4, PARTS = SLAB / AT_ONCE;  // of K: copied, and multiplied, at a time
 constexpr int ROWS_M = 32 * WARPS_M, COLUMNS_N = WARP_N * WARPS_N, THREADS = WARP * WARPS_M * WARPS_N;
 constexpr int FRAGMENTS_M = 2, FRAGMENTS_N = WARP_N / 8;
 
@@ -71,9 +73,9 @@ struct Tile {
   using SlabB = Slab<B_BY_ROWS, COLUMNS_N>;
   static constexpr int STAGE = SlabA::FLOATS + SlabB::FLOATS;
 
-  // What a warp multiplies at once: AT_ONCE columns of its 32 rows of A and WARP_N rows of B.
+  // What a warp multiplies at once: AT_ONCE of K, of its 32 rows of A and its WARP_N rows of B.
   struct Part {
-    double a[FRAGMENTS_M][AT_ONCE / 2], b[FRAGMENTS_N][AT_ONCE / 4];
+    double a[FRAGMENTS_M][2], b[FRAGMENTS_N];
 
     RL_D void load(const float* stage, int k, const Place& place) {
       const float* a_slab = stage + SlabA::place(place.row + place.group, k + place.member);
@@ -81,11 +83,9 @@ struct Tile {
 #pragma unroll
       for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
-        for (int e = 0; e < AT_ONCE / 2; ++e) a[i][e] = a_slab[SlabA::place(16 * i + 8 * e, 0)];
+        for (int e = 0; e < 2; ++e) a[i][e] = a_slab[SlabA::place(16 * i + 8 * e, 0)];
 #pragma unroll
-      for (int j = 0; j < FRAGMENTS_N; ++j)
-#pragma unroll
-        for (int e = 0; e < AT_ONCE / 4; ++e) b[j][e] = b_slab[SlabB::place(8 * j, 0)];
+      for (int j = 0; j < FRAGMENTS_N; ++j) b[j] = b_slab[SlabB::place(8 * j, 0)];
     }
   };
 
@@ -96,7 +96,7 @@ struct Tile {
 #pragma unroll
       for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
-        for (int e = 0; e < AT_ONCE / 2; ++e) totals[i][e % 2] += part.a[i][e];
+        for (int e = 0; e < 2; ++e) totals[i][e] += part.a[i][e];
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_N; ++j)
 #pragma unroll
@@ -107,8 +107,7 @@ struct Tile {
   template <bool COLUMN_SUMS>
   static RL_D void run(Sums& sums, double (&totals)[FRAGMENTS_M][2], const Operand& a, const Operand& b, int row, int column,
                        int first, int end, const Place& place) {
-    constexpr int STEPS = SLAB / AT_ONCE;
-    static_assert(STEPS % 2 == 0, "a slab begins with the first of two parts");
+    static_assert(PARTS % 2 == 0, "a slab begins with the first of two parts");
     float* ring = shared_floats();
     const int slabs = ceil_div(end - first, SLAB);
     const Copies<A_BY_ROWS, ROWS_M> copies_a(a, row, first, end);
@@ -130,7 +129,7 @@ struct Tile {
 #pragma unroll 1
     for (int slab = 0; slab < slabs; ++slab) {
 #pragma unroll
-      for (int s = 0; s < STEPS - 1; ++s) {
+      for (int s = 0; s < PARTS - 1; ++s) {
         parts[(s + 1) % 2].load(stage(slab), (s + 1) * AT_ONCE, place);
         multiply<COLUMN_SUMS>(sums, totals, parts[s % 2]);
       }

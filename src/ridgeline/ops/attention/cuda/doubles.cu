@@ -1,14 +1,14 @@
 // Causal attention in fp32 over short windows (T ≤ 256, head width 32), its products by the tensor cores in fp64.
 //
 // As in linear/doubles_tile.cuh only sums round, in fp64. A thread block owns a head, whose rows lie whole in shared memory.
-// What one product leaves in a lane's registers is the next one's operand as it is: a fragment's sixteen inner places may
-// be any sixteen rows of a tile, in any order, as long as both operands have them alike. So weights and their gradients
+// What one product leaves in a lane's registers is the next one's operand as it is: a product's four inner places may
+// be any four rows of a tile, in any order, as long as both operands have them alike. So weights and their gradients
 // never leave the registers, and warps never wait for each other: one pass makes the queries' gradients, another the
 // keys' and values', which costs two products of seven once more and no sum between warps.
 //
 //   of rows of 32 numbers, inner:  place n (of half h) of lane member m is number 8 m + 4 h + n: quads of a row
 //   of rows as results:            column 2 m + e of block j is number 8 m + 4 e + j
-//   of columns of a square, inner: place n of member m is column 8 (n / 2) + 2 m + n % 2 of each 16, as results lie
+//   of columns of a square, inner: place n of member m is column 8 (n / 2) + 2 m + n % 2, as results lie
 //
 // Gradients of shared keys come by query head, to be summed by a second launch.
 #include "ridgeline/doubles.cuh"
@@ -54,7 +54,6 @@ struct Rows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float4 v = quad(tile + (row + lane.group + 8 * h) * PITCH + 8 * lane.member + 4 * half);
-        
 #pragma unroll
         for (int place = 0; place < 4; ++place) of[half][place][h] = part(v, place);
       }
@@ -65,8 +64,8 @@ struct Square {  // of 16 rows and 32 columns: element 2 h + e of block n is row
   double of[4][4] = {};
 };
 
-// out[i] = rows[i] · (32 rows of the tile)ᵀ. Four of the inner places at a time for all blocks: products that follow each
-// other in one sum would wait for each other.
+// out[i] = rows[i] · (32 rows of the tile)ᵀ. A place of the four lanes for all blocks before the next: products of one sum
+// that follow each other wait for each other.
 template <int COUNT>
 RL_D void scores(Square (&out)[COUNT], const Rows (&rows)[COUNT], const float* tile) {
   const Lane lane;
@@ -81,7 +80,7 @@ RL_D void scores(Square (&out)[COUNT], const Rows (&rows)[COUNT], const float* t
     for (int place = 0; place < 4; ++place)
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const double b[1] = {part(of_tile[n], place)};
+        const double b = part(of_tile[n], place);
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) multiply_doubles(out[i].of[n], rows[i].of[half][place], b);
       }
@@ -116,7 +115,7 @@ RL_D void mix(Sums (&sums)[COUNT], const Square (&square)[COUNT], const float* t
     const float4 of_tile = quad(tile + (8 * (n / 2) + 2 * lane.member + n % 2) * PITCH + 4 * lane.group);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const double b[1] = {part(of_tile, j)};
+      const double b = part(of_tile, j);
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
         const double a[2] = {square[i].of[n / 2][n % 2], square[i].of[n / 2][n % 2 + 2]};
