@@ -6,7 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from ridgeline.data import games
-from ridgeline.engine import Replicas
+from ridgeline.data.api import load_dataset
+from ridgeline.data.loader import Validation
+from ridgeline.engine import Replicas, TrainStep
 from ridgeline.games import game, stick_points
 from ridgeline.games.melee.controls import C_STICK, MAIN, Encoding
 from ridgeline.games.melee.features import GROUPS, describe, game_table
@@ -15,8 +17,11 @@ from ridgeline.models import Head
 from ridgeline.presets import preset
 from ridgeline.train import train
 from ridgeline.train.by_head import HeadScores
+from ridgeline.train.engines import build_model
 from ridgeline.train.metrics import read_metrics
+from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override
+from ridgeline.train.validate import Evaluation
 
 
 def test_sums_over_batches_are_means_over_what_counts():
@@ -86,19 +91,38 @@ def melee(tmp_path):
     return tmp_path / "melee"
 
 
-def test_a_run_keeps_them(melee):
+@pytest.fixture
+def config(melee):
     tiny = {"layers": 1, "width": 16, "heads": 2, "context": 8, "position_table": 8}
-    window, model = {"context": 8}, {"decoder": tiny}
     values = {
-        "model": model,
-        "window": window,
+        "model": {"decoder": tiny},
+        "window": {"context": 8},
         "batch": 4,
         "steps": 3,
         "data": str(melee),
         "device": "cpu",
         "out": "run",
     }
-    train(override(preset("hal-20m"), values))
+    return override(preset("hal-20m"), values)
+
+
+def test_captured_they_are_those_call_by_call(config):
+    data = load_dataset(config.data)
+    config = resolve(config, data)
+    step = TrainStep(
+        build_model(config), optimizer=config.optimizer, steps=3, precision="bf16", capture=lambda run: run
+    )
+    validation, found = Validation(data, config.window, batch=4), []
+    for capture in (True, False):
+        scores = HeadScores(config.model.heads, stick_points("melee"), torch.device("cpu"))
+        loss = Evaluation(step, validation, torch.device("cpu"), capture=capture)(scores)
+        found.append((loss, scores.values(Replicas())))
+    assert len(validation) > 1
+    assert found[0] == found[1]
+
+
+def test_a_run_keeps_them(config):
+    train(config)
     validation = [record for record in read_metrics("run") if "val_loss" in record][-1]
     parts = [validation[f"val_loss.{name}"] for name in ("c", "main", "buttons")]
     assert sum(parts) == pytest.approx(validation["val_loss"], rel=1e-5)
