@@ -14,13 +14,12 @@ import time
 
 import torch
 import torch.nn.functional as F
-from fused_gpu import FAST, GPT2, captured, chosen, interleaved
+from fused_gpu import FAST, GPT2, captured, interleaved
 
 from ridgeline.engine import TrainStep
 from ridgeline.models import LanguageConfig, LanguageModel
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.attention import float32
-from ridgeline.ops.cross_entropy import linear, linear_cross_entropy
 from ridgeline.ops.linear import doubles
 from ridgeline.ops.linear.doubles import Tile
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient
@@ -103,20 +102,6 @@ def check():
         )
     for name, config in (("gpt2", GPT2), ("fast", FAST)):
         model(name, config)
-    for V, bias in ((65, None), (521, normal(521))):
-        hidden, weight, targets = normal(1000, C).requires_grad_(), (0.1 * normal(V, C)).requires_grad_(), N % V
-        targets = torch.arange(1000, device="cuda") * targets % V
-
-        def gradients(*tensors):
-            loss = F.cross_entropy(F.linear(*tensors), targets)
-            return [loss, *torch.autograd.grad(loss, tensors[:2])]
-
-        exact = gradients(*(x if x is None else x.detach().double().requires_grad_() for x in (hidden, weight, bias)))
-        loss = linear_cross_entropy(hidden, weight, bias, targets, impl="triton")
-        got = [loss, *torch.autograd.grad(loss, (hidden, weight))]
-        errors = [relative(a.detach(), b.detach()) for a, b in zip(got, exact)]
-        vendor = [relative(a.detach(), b.detach()) for a, b in zip(gradients(hidden, weight, bias), exact)]
-        tell(f"check head {V} {'right' if max(errors) < 1e-6 else 'WRONG'}", (errors, vendor))
 
 
 def model(name, config):
@@ -232,36 +217,22 @@ def on(kernels):
 
 
 KERNELS = {"doubles": float32.DOUBLES, "lanes": float32.LANES}
-APART = dict(out="cuda", rest="cuda")
-CHOICES = {  # tile, attention's kernels, changes of choices, and whether the head's products are ours
-    "chosen": (Tile(), float32.DOUBLES, {}, True),
-    "attention on lanes": (Tile(), float32.LANES, {}, True),
-    "joins apart": (Tile(), float32.DOUBLES, APART, True),
-    "cuBLAS's head": (Tile(), float32.DOUBLES, {}, False),
-    "128x128": (Tile(2, 64, 1), float32.DOUBLES, {}, True),
+CHOICES = {  # tile, and attention's kernels
+    "chosen": (Tile(), float32.DOUBLES),
+    "attention on lanes": (Tile(), float32.LANES),
+    "128x128": (Tile(2, 64, 1), float32.DOUBLES),
 }
-
-
-@contextlib.contextmanager
-def head(ours):
-    """The head's products by us or by cuBLAS."""
-    before = linear.by_doubles
-    linear.by_doubles = before if ours else lambda *_: False
-    try:
-        yield
-    finally:
-        linear.by_doubles = before
 
 
 def step(name, config):
     """Whole steps with several choices in turns, and the chosen one's kernels."""
     runs, tokens = {}, torch.randint(65, (32, 257), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    for key, (tile, kernels, changes, ours) in CHOICES.items():
+    for key, (tile, kernels) in CHOICES.items():
         m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
         runs[key] = TrainStep(m, precision="fp32")
         before, doubles.TILE = doubles.TILE, tile
-        with on(kernels), chosen(True, changes), head(ours):
+        with on(kernels):
             for _ in range(3):
                 runs[key](batch)
         doubles.TILE = before

@@ -5,9 +5,8 @@ import torch
 
 from error_budget import DEVICE, DTYPES, compare
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops.cross_entropy import IGNORE, cross_entropy, linear, linear_cross_entropy
+from ridgeline.ops.cross_entropy import IGNORE, cross_entropy, linear_cross_entropy
 from ridgeline.ops.known import is_one, one
-from ridgeline.ops.linear import doubles
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
 pytest.importorskip("triton")
@@ -50,32 +49,6 @@ def test_linear_cross_entropy(V: int, bias: bool, chunk: int | None, dtype: torc
         return linear_cross_entropy(hidden, weight, bias, targets, chunk=chunk, impl=impl)
 
     compare(op, inputs, "triton")
-
-
-@pytest.mark.parametrize("chunk", [None, 20])
-def test_an_fp32_heads_products_are_made_in_fp64(monkeypatch: pytest.MonkeyPatch, chunk: int | None) -> None:
-    made = []
-
-    def product(a, b, out, *, transposed_b=False, bias_N=None):
-        made.append(transposed_b)
-        wide = a.double() @ (b if transposed_b else b.t()).double()
-        out.copy_(wide if bias_N is None else wide + bias_N.double())
-
-    monkeypatch.setattr(linear, "unavailable", lambda *_: None)
-    monkeypatch.setattr(doubles, "product", product)
-    targets = draw_targets(50, 65)
-    inputs = {
-        "hidden": draw(50, 24, dtype=torch.float32, seed=1),
-        "weight": draw(65, 24, dtype=torch.float32, seed=2) / 4,
-        "bias": draw(65, dtype=torch.float32, seed=3),
-    }
-
-    def op(hidden, weight, bias, impl):
-        return linear_cross_entropy(hidden, weight, bias, targets, chunk=chunk, impl=impl)
-
-    compare(op, inputs, "triton")
-    assert made.count(False) == made.count(True) > 0
-    assert not linear.by_doubles(torch.empty(4, 6), torch.empty(4, 4))  # rows of 24 bytes
 
 
 def test_upstream_gradient_scales() -> None:

@@ -35,8 +35,8 @@ class Choices:
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
-        rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS),
-            "cuda" (in fp32, by the tensor cores in fp64) or "residual" (so too, and the residual written by down).
+        rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
+            "cuda" (in fp32, by the tensor cores in fp64).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
         sums_at_once: all column sums by one launch behind the backward pass, as with a group, or each by its own.
         early: kernels start while the one before still runs (ops/early.py).
@@ -99,17 +99,15 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow and B * T <= WAVE_TOKENS, narrow and B * T > MANY_TOKENS
     doubles = hopper and dtype == torch.float32
-    plain_doubles = doubles and config.dropout == 0
-    in_registers = hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K
-    out = "residual" if plain_doubles else _projection(in_registers, few or doubles)
+    out = _projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few or doubles)
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
-        folded=out == "residual" and config.width % SHARE == 0 and not narrow and not doubles,
+        folded=out == "residual" and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
-        rest="residual" if plain_doubles else "cuda" if doubles else "torch",
+        rest="cuda" if doubles else "torch",
         grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,
         early=not many,

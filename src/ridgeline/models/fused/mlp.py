@@ -13,9 +13,10 @@ from ridgeline.models.fused.joins import (
     Joined,
     Pass,
     Slopes,
-    branch_forward,
     input_gradient,
     join_backward,
+    join_forward,
+    linear,
     rows_join,
     rows_slopes,
     rows_sums,
@@ -63,8 +64,9 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         kept_NF = torch.empty_like(a_NF)
         torch.mm(h_NC, up_FC.t(), out=kept_NF)
         activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
-    last = branch_forward(run, a_NF, weights.down_CF, middle.r_NC, join, impl=run.choices.rest)
-    return Hidden(kept_NF, a_NF), last
+    return Hidden(kept_NF, a_NF), join_forward(
+        run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join
+    )
 
 
 def mlp_backward(

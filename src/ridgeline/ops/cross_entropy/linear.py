@@ -1,4 +1,4 @@
-"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's, or in fp32 those of the blocks.
+"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's.
 
 Small heads keep their logits, and the backward pass turns them into their gradient. For large ones forward and
 backward run at once, a chunk of rows at a time: the logits of a chunk are computed, turned into their gradient in place
@@ -26,21 +26,12 @@ from ridgeline.ops.cross_entropy import rows as long_rows
 from ridgeline.ops.cross_entropy import triton as kernels
 from ridgeline.ops.cross_entropy.cost import chunk_rows
 from ridgeline.ops.known import ROWS, is_one, padded_rows
-from ridgeline.ops.linear import doubles, unavailable
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import fp32_place, sink_of, written
 from ridgeline.ops.streams import side_stream
 
 KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
 FEW_ROWS = 1 << 15  # up to which products leave part of a card free
-
-
-def by_doubles(*matrices: Tensor) -> bool:
-    """Whether their product is made in fp64, as in the blocks, rather than by cuBLAS."""
-    like = matrices[0]
-    if like.dtype != torch.float32 or unavailable("cuda", like.device, like.dtype) is not None:
-        return False
-    return all(doubles.misplaced("matrix", x) is None for x in matrices)
 
 
 class Head(NamedTuple):
@@ -57,19 +48,10 @@ class Head(NamedTuple):
 
     def logits(self, hidden_KC: Tensor, out_KW: Tensor) -> None:
         """Written into `out_KW`."""
-        if by_doubles(hidden_KC, self.weight_WC, out_KW):
-            doubles.product(hidden_KC, self.weight_WC, out_KW, bias_N=self.bias_W)
-        elif self.bias_W is None:
+        if self.bias_W is None:
             torch.mm(hidden_KC, self.weight_WC.t(), out=out_KW)
         else:
             torch.addmm(self.bias_W, hidden_KC, self.weight_WC.t(), out=out_KW)
-
-    def hidden_gradient(self, dlogits_KW: Tensor, out_KC: Tensor) -> None:
-        """That of the hidden states, written into `out_KC`."""
-        if by_doubles(dlogits_KW, self.weight_WC, out_KC):
-            doubles.product(dlogits_KW, self.weight_WC, out_KC, transposed_b=True)
-        else:
-            torch.mm(dlogits_KW, self.weight_WC, out=out_KC)
 
 
 class HeadBuffers(NamedTuple):
@@ -155,7 +137,7 @@ def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor,
             long_rows.cross_entropy_raw(*rows_of_chunk, classes=V)
         else:
             kernels.cross_entropy_raw(*rows_of_chunk, classes=V, partials_PV=sums_PV)
-        head.hidden_gradient(logits_KW, gradients.hidden_NC[part])
+        torch.mm(logits_KW, head.weight_WC, out=gradients.hidden_NC[part])
         weight_gradient_raw(logits_KW, hidden_NC[part], gradients.weight_WC, accumulate=first > 0)
         if gradients.bias_V is not None:
             sums = logits_KW[:, :V] if sums_PV is None else sums_PV
@@ -250,9 +232,7 @@ class SmallHead(torch.autograd.Function):
             dbias = written(bias_V, dbias_V)
         # before the hidden states' gradient: behind it, it would take processors from a kernel that wants all of them
         dweight = _head_weight_gradient(weight_VC, dlogits_NW[:, : head.classes], hidden_NC)
-        dhidden_NC = torch.empty_like(hidden_NC)
-        head.hidden_gradient(dlogits_NW, dhidden_NC)
-        return dhidden_NC, dweight, dbias, None
+        return dlogits_NW @ head.weight_WC, dweight, dbias, None
 
 
 class ChunkedHead(torch.autograd.Function):
