@@ -1,6 +1,6 @@
 """fp32 on a card: its products and its attention against fp64 and beside the vendor's, then whole steps in turns.
 
-PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS] [check|products|attention|step ...]   ($OUT/float.json)
+PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS] [check|cubes|products|attention|step ...]
 """
 
 import collections
@@ -14,7 +14,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from fused_gpu import FAST, GPT2, captured, chosen, interleaved
+from fused_gpu import FAST, GPT2, captured, interleaved
 
 from ridgeline.engine import TrainStep
 from ridgeline.models import LanguageConfig, LanguageModel
@@ -24,7 +24,7 @@ from ridgeline.ops.linear import doubles
 from ridgeline.ops.linear.doubles import Tile
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient
 
-PARTS = [a for a in sys.argv[1:] if a.isalpha()] or ["check", "products", "attention", "step"]
+PARTS = [a for a in sys.argv[1:] if a.isalpha()] or ["check", "cubes", "attention", "step", "products"]
 END = time.time() + next((float(a) for a in sys.argv[1:] if a.isdigit()), 60)
 OUT, found = os.environ.get("OUT", "/tmp"), {}
 torch.backends.cuda.matmul.allow_tf32 = False
@@ -58,8 +58,8 @@ def warm():
             for b_rows, epilogue, tanh in ((1, 0, 0), (1, 2, 1), (0, 0, 0), (0, 3, 0), (1, 4, 0)):
                 layout = {"A_ROWS": 1, "B_ROWS": b_rows, "EPILOGUE": epilogue, "TANH": tanh}
                 pool.submit(cuda.build, doubles.PRODUCT, tile.macros() | layout)
-            pool.submit(cuda.build, float32.DOUBLES.source)
-            pool.submit(cuda.build, float32.LANES.source)
+        for kernels in KERNELS.values():
+            pool.submit(cuda.build, kernels.source)
             pool.submit(cuda.build, doubles.GRADIENTS, tile.macros() | {"MAX_PROBLEMS": MAX_PROBLEMS})
 
 
@@ -156,25 +156,21 @@ def products():
             f"{name} gradients ({floor:.0f} at 60 TFLOP/s) us",
             {k: round(us) for k, us in interleaved(graphs, 5, 2).items()},
         )
+
+
+def cubes():
+    """4096 cubed."""
     square = normal(4096, 4096)
     wide = square.double()
     ceiling = {"cuBLAS fp32": captured(lambda: square @ square), "cuBLAS fp64": captured(lambda: wide @ wide)}
     out = torch.empty_like(square)
     for key, t in TILES.items():
-        ceiling[key] = captured(lambda t=t: doubles.product(square, square, out, tile=t))
+        ceiling[key] = captured(lambda t=t: doubles.product(square, square, out, transposed_b=True, tile=t))
     tell("4096 cubed TFLOP/s", {k: round(2 * 4096**3 / us / 1e6, 1) for k, us in interleaved(ceiling, 3, 3).items()})
-    side = torch.cuda.Stream()
-    other = torch.empty_like(square)
-
-    def both():
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            torch.mm(square, square, out=other)
-        doubles.product(square, square, out)
-        torch.cuda.current_stream().wait_stream(side)
-
-    us = interleaved({"both": captured(both)}, 3, 3)["both"]
-    tell("4096 cubed twice, fp64 cores beside fp32 lanes, TFLOP/s", round(4 * 4096**3 / us / 1e6, 1))
+    exact = square[:256].double() @ wide
+    for key, t in TILES.items():
+        doubles.product(square, square, out.fill_(float("nan")), transposed_b=True, tile=t)
+        tell(f"check cube {key}", f"{relative(out[:256], exact):.1e}")
 
 
 def attention():
@@ -221,12 +217,10 @@ def on(kernels):
 
 
 KERNELS = {"doubles": float32.DOUBLES, "lanes": float32.LANES}
-LANES = dict(mlp="torch", qkv="torch", out="torch", rest="torch")
-CHOICES = {  # changes, and attention's kernels
-    "chosen": ({}, float32.DOUBLES),
-    "attention on lanes": ({}, float32.LANES),
-    "tiles of 128 x 128": ({}, float32.DOUBLES),
-    "all on lanes": (LANES | dict(grouped=False, side_stream=True), float32.LANES),
+CHOICES = {  # tile, and attention's kernels
+    "chosen": (Tile(), float32.DOUBLES),
+    "attention on lanes": (Tile(), float32.LANES),
+    "128x128": (Tile(2, 64, 1), float32.DOUBLES),
 }
 
 
@@ -234,11 +228,11 @@ def step(name, config):
     """Whole steps with several choices in turns, and the chosen one's kernels."""
     runs, tokens = {}, torch.randint(65, (32, 257), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    for key, (changes, kernels) in CHOICES.items():
+    for key, (tile, kernels) in CHOICES.items():
         m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
         runs[key] = TrainStep(m, precision="fp32")
-        before, doubles.TILE = doubles.TILE, Tile(2, 64, 1) if "128" in key else doubles.TILE
-        with chosen(True, changes), on(kernels):
+        before, doubles.TILE = doubles.TILE, tile
+        with on(kernels):
             for _ in range(3):
                 runs[key](batch)
         doubles.TILE = before

@@ -8,12 +8,14 @@
 // shared memory it keeps its order, with pitches such that the 32 numbers of a fragment never meet in a bank. Rows beyond
 // the matrix are zeros there. Copies of STAGES slabs of 16 of K are under way. A number is converted whenever it becomes part
 // of a fragment: to convert it once, on its way into shared memory, takes longer (gpt2-c256's step 7.35 instead of 6.74 ms).
+// Four of K are multiplied at a time while the next four are loaded and converted, so that no product waits for its operands
+// but the first.
 #pragma once
 #include "ridgeline/doubles.cuh"
 
 namespace rl {
 
-constexpr int SLAB = 16;                                 // of K
+constexpr int SLAB = 16, AT_ONCE = 4, PARTS = SLAB / AT_ONCE;  // of K: copied, and multiplied, at a time
 constexpr int ROWS_M = 32 * WARPS_M, COLUMNS_N = WARP_N * WARPS_N, THREADS = WARP * WARPS_M * WARPS_N;
 constexpr int FRAGMENTS_M = 2, FRAGMENTS_N = WARP_N / 8;
 
@@ -71,54 +73,71 @@ struct Tile {
   using SlabB = Slab<B_BY_ROWS, COLUMNS_N>;
   static constexpr int STAGE = SlabA::FLOATS + SlabB::FLOATS;
 
-  // One slab. With COLUMN_SUMS, sums[i][h] += the warp's rows 16 i + 8 h of A (this thread's four of its columns).
+  // What a warp multiplies at once: AT_ONCE of K, of its 32 rows of A and its WARP_N rows of B.
+  struct Part {
+    double a[FRAGMENTS_M][2], b[FRAGMENTS_N];
+
+    RL_D void load(const float* stage, int k, const Place& place) {
+      const float* a_slab = stage + SlabA::place(place.row + place.group, k + place.member);
+      const float* b_slab = stage + SlabA::FLOATS + SlabB::place(place.column + place.group, k + place.member);
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS_M; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) a[i][e] = a_slab[SlabA::place(16 * i + 8 * e, 0)];
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) b[j] = b_slab[SlabB::place(8 * j, 0)];
+    }
+  };
+
+  // With COLUMN_SUMS, totals[i][h] += the warp's rows 16 i + 8 h of A (this thread's columns of them).
   template <bool COLUMN_SUMS>
-  static RL_D void multiply(Sums& sums, double (&totals)[FRAGMENTS_M][2], const float* stage, const Place& place) {
-    const float* a_slab = stage + SlabA::place(place.row + place.group, place.member);
-    const float* b_slab = stage + SlabA::FLOATS + SlabB::place(place.column + place.group, place.member);
-    double a[FRAGMENTS_M][8];
-#pragma unroll
-    for (int i = 0; i < FRAGMENTS_M; ++i)
-#pragma unroll
-      for (int e = 0; e < 8; ++e) a[i][e] = a_slab[SlabA::place(16 * i + 8 * (e % 2), e / 2 * 4)];
+  static RL_D void multiply(Sums& sums, double (&totals)[FRAGMENTS_M][2], const Part& part) {
     if (COLUMN_SUMS)
 #pragma unroll
       for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
-        for (int e = 0; e < 8; ++e) totals[i][e % 2] += a[i][e];
+        for (int e = 0; e < 2; ++e) totals[i][e] += part.a[i][e];
 #pragma unroll
-    for (int j = 0; j < FRAGMENTS_N; ++j) {
-      double b[4];
+    for (int j = 0; j < FRAGMENTS_N; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) b[e] = b_slab[SlabB::place(8 * j, 4 * e)];
-#pragma unroll
-      for (int i = 0; i < FRAGMENTS_M; ++i) multiply_doubles(sums.of[i][j], a[i], b);
-    }
+      for (int i = 0; i < FRAGMENTS_M; ++i) multiply_doubles(sums.of[i][j], part.a[i], part.b[j]);
   }
 
-  // The tile at (row, column), K from `first` to `end`.
+  // The tile at (row, column), K from `first` to `end`. The next part is loaded while one is multiplied.
   template <bool COLUMN_SUMS>
   static RL_D void run(Sums& sums, double (&totals)[FRAGMENTS_M][2], const Operand& a, const Operand& b, int row, int column,
                        int first, int end, const Place& place) {
+    static_assert(PARTS % 2 == 0, "a slab begins with the first of two parts");
     float* ring = shared_floats();
     const int slabs = ceil_div(end - first, SLAB);
     const Copies<A_BY_ROWS, ROWS_M> copies_a(a, row, first, end);
     const Copies<B_BY_ROWS, COLUMNS_N> copies_b(b, column, first, end);
+    auto stage = [&](int slab) { return ring + slab % STAGES * STAGE; };
     auto fetch = [&](int slab) {
       if (slab < slabs) {
-        float* stage = ring + slab % STAGES * STAGE;
-        copies_a.fetch(stage, slab * SLAB);
-        copies_b.fetch(stage + SlabA::FLOATS, slab * SLAB);
+        copies_a.fetch(stage(slab), slab * SLAB);
+        copies_b.fetch(stage(slab) + SlabA::FLOATS, slab * SLAB);
       }
       copies_commit();
     };
+    Part parts[2];
 #pragma unroll
-    for (int slab = 0; slab < STAGES - 1; ++slab) fetch(slab);
+    for (int slab = 0; slab < STAGES; ++slab) fetch(slab);
+    copies_wait<STAGES - 1>();
+    __syncthreads();
+    parts[0].load(stage(0), 0, place);
+#pragma unroll 1
     for (int slab = 0; slab < slabs; ++slab) {
+#pragma unroll
+      for (int s = 0; s < PARTS - 1; ++s) {
+        parts[(s + 1) % 2].load(stage(slab), (s + 1) * AT_ONCE, place);
+        multiply<COLUMN_SUMS>(sums, totals, parts[s % 2]);
+      }
       copies_wait<STAGES - 2>();
-      __syncthreads();  // this slab is there for all, and all have left the one before, whose place is filled next
-      fetch(slab + STAGES - 1);
-      multiply<COLUMN_SUMS>(sums, totals, ring + slab % STAGES * STAGE, place);
+      __syncthreads();  // the next slab is there for all, and all have loaded this one, whose place is filled next
+      fetch(slab + STAGES);
+      parts[0].load(stage(slab + 1), 0, place);  // after the last slab what lies there, for nothing
+      multiply<COLUMN_SUMS>(sums, totals, parts[1]);
     }
     __syncthreads();  // before a next tile
   }

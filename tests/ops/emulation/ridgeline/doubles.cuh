@@ -38,18 +38,18 @@ RL_D double of_lane(double value, int lane) {
   return value;
 }
 RL_D double shuffle_xor(double value, int mask) { return of_lane(value, machine.lane() ^ mask); }
-RL_D void multiply_doubles(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
+RL_D void multiply_doubles(double (&d)[4], const double (&a)[2], double b) {
   const int row = machine.lane() / 4, column = machine.lane() % 4 * 2;
-  double all[12][32];  // of the warp: A's eight elements, B's four
-  for (int e = 0; e < 12; ++e) {
+  double all[3][32];  // of the warp: A's two elements, B's one
+  for (int e = 0; e < 3; ++e) {
     uint64_t bits;
-    std::memcpy(&bits, e < 8 ? &a[e] : &b[e - 8], 8);
+    std::memcpy(&bits, e < 2 ? &a[e] : &b, 8);
     const unsigned side = machine.post(bits);
     std::memcpy(all[e], machine.warp().slots[side], sizeof all[e]);
   }
-  for (int k = 0; k < 16; ++k)
+  for (int k = 0; k < 4; ++k)
     for (int m = 0; m < 2; ++m)
-      for (int n = 0; n < 2; ++n) d[2 * m + n] += all[k / 4 * 2 + m][4 * row + k % 4] * all[8 + k / 4][4 * (column + n) + k % 4];
+      for (int n = 0; n < 2; ++n) d[2 * m + n] += all[m][4 * row + k] * all[2][4 * (column + n) + k];
 }
 
 }  // namespace rl

@@ -1,14 +1,14 @@
 // Causal attention in fp32 over short windows (T ≤ 256, head width 32), its products by the tensor cores in fp64.
 //
 // As in linear/doubles_tile.cuh only sums round, in fp64. A thread block owns a head, whose rows lie whole in shared memory.
-// What one product leaves in a lane's registers is the next one's operand as it is: a fragment's sixteen inner places may
-// be any sixteen rows of a tile, in any order, as long as both operands have them alike. So weights and their gradients
+// What one product leaves in a lane's registers is the next one's operand as it is: a product's four inner places may
+// be any four rows of a tile, in any order, as long as both operands have them alike. So weights and their gradients
 // never leave the registers, and warps never wait for each other: one pass makes the queries' gradients, another the
 // keys' and values', which costs two products of seven once more and no sum between warps.
 //
 //   of rows of 32 numbers, inner:  place n (of half h) of lane member m is number 8 m + 4 h + n: quads of a row
 //   of rows as results:            column 2 m + e of block j is number 8 m + 4 e + j
-//   of columns of a square, inner: place n of member m is column 8 (n / 2) + 2 m + n % 2 of each 16, as results lie
+//   of columns of a square, inner: place n of member m is column 8 (n / 2) + 2 m + n % 2, as results lie
 //
 // Gradients of shared keys come by query head, to be summed by a second launch.
 #include "ridgeline/doubles.cuh"
@@ -32,6 +32,8 @@ RL_D void put_quad(float* place, float a, float b, float c, float d) {
   *reinterpret_cast<float4*>(place) = make_float4(a, b, c, d);
 }
 
+RL_D float part(const float4& v, int n) { return n == 0 ? v.x : n == 1 ? v.y : n == 2 ? v.z : v.w; }
+
 // The first `rows` rows of a head into a tile; from T on zeros, up to a whole square.
 template <int THREADS>
 RL_D void load_rows(float* tile, const float* src, int pitch, int rows) {
@@ -43,7 +45,7 @@ RL_D void load_rows(float* tile, const float* src, int pitch, int rows) {
 
 // Sixteen rows of 32 numbers, as the left operand.
 struct Rows {
-  double of[2][8];
+  double of[2][4][2];  // by half and place; of a pair the second lies 8 rows down
 
   RL_D void load(const float* tile, int row) {
     const Lane lane;
@@ -52,30 +54,36 @@ struct Rows {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float4 v = quad(tile + (row + lane.group + 8 * h) * PITCH + 8 * lane.member + 4 * half);
-        of[half][h] = v.x, of[half][2 + h] = v.y, of[half][4 + h] = v.z, of[half][6 + h] = v.w;
+#pragma unroll
+        for (int place = 0; place < 4; ++place) of[half][place][h] = part(v, place);
       }
   }
 };
 
 struct Square {  // of 16 rows and 32 columns: element 2 h + e of block n is row 8 h, column 8 n + 2 member + e
-  double of[4][4];
+  double of[4][4] = {};
 };
 
-// out[i] = rows[i] · (32 rows of the tile)ᵀ
+// out[i] = rows[i] · (32 rows of the tile)ᵀ. A place of the four lanes for all blocks before the next: products of one sum
+// that follow each other wait for each other.
 template <int COUNT>
 RL_D void scores(Square (&out)[COUNT], const Rows (&rows)[COUNT], const float* tile) {
   const Lane lane;
 #pragma unroll
-  for (int n = 0; n < 4; ++n) {
+  for (int i = 0; i < COUNT; ++i) out[i] = {};
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) out[i].of[n][0] = out[i].of[n][1] = out[i].of[n][2] = out[i].of[n][3] = 0.;
+  for (int half = 0; half < 2; ++half) {
+    float4 of_tile[4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float4 v = quad(tile + (8 * n + lane.group) * PITCH + 8 * lane.member + 4 * half);
-      const double b[4] = {v.x, v.y, v.z, v.w};
+    for (int n = 0; n < 4; ++n) of_tile[n] = quad(tile + (8 * n + lane.group) * PITCH + 8 * lane.member + 4 * half);
 #pragma unroll
-      for (int i = 0; i < COUNT; ++i) multiply_doubles(out[i].of[n], rows[i].of[half], b);
-    }
+    for (int place = 0; place < 4; ++place)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const double b = part(of_tile[n], place);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) multiply_doubles(out[i].of[n], rows[i].of[half][place], b);
+      }
   }
 }
 
@@ -103,24 +111,16 @@ template <int COUNT>
 RL_D void mix(Sums (&sums)[COUNT], const Square (&square)[COUNT], const float* tile) {
   const Lane lane;
 #pragma unroll
-  for (int s = 0; s < 2; ++s) {
-    double a[COUNT][8];
-    float4 of_tile[4];
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) a[i][2 * n + h] = square[i].of[2 * s + n / 2][n % 2 + 2 * h];
-      of_tile[n] = quad(tile + (16 * s + 8 * (n / 2) + 2 * lane.member + n % 2) * PITCH + 4 * lane.group);
-    }
+  for (int n = 0; n < 8; ++n) {
+    const float4 of_tile = quad(tile + (8 * (n / 2) + 2 * lane.member + n % 2) * PITCH + 4 * lane.group);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      double b[4];
+      const double b = part(of_tile, j);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) b[n] = j == 0 ? of_tile[n].x : j == 1 ? of_tile[n].y : j == 2 ? of_tile[n].z : of_tile[n].w;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) multiply_doubles(sums[i].of[j], a[i], b);
+      for (int i = 0; i < COUNT; ++i) {
+        const double a[2] = {square[i].of[n / 2][n % 2], square[i].of[n / 2][n % 2 + 2]};
+        multiply_doubles(sums[i].of[j], a, b);
+      }
     }
   }
 }

@@ -18,15 +18,12 @@ RL_D void copies_wait() {  // until all but this thread's last PENDING groups ar
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// D[16, 8] += A[16, 16] · B[8, 16]ᵀ. Lane l holds of A rows l / 4 and 8 below (the even and the odd elements) at columns
-// l % 4 + 4 n, of B row l / 4 at these columns, of D rows l / 4 and 8 below at columns 2 (l % 4) and one further.
-RL_D void multiply_doubles(double (&d)[4], const double (&a)[8], const double (&b)[4]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7, %8, %9, %10, %11}, "
-      "{%12, %13, %14, %15}, {%0, %1, %2, %3};"
-      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]), "d"(b[1]),
-        "d"(b[2]), "d"(b[3]));
+// D[16, 8] += A[16, 4] · B[8, 4]ᵀ. Lane l holds of A rows l / 4 and 8 below at column l % 4, of B row l / 4 there, of D rows
+// l / 4 and 8 below at columns 2 (l % 4) and one further.
+RL_D void multiply_doubles(double (&d)[4], const double (&a)[2], double b) {
+  asm volatile("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+               : "d"(a[0]), "d"(a[1]), "d"(b));
 }
 
 }  // namespace rl
