@@ -80,6 +80,7 @@ def rows():
     found = {
         # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups.
         # At the power limit a step is faster until the limit is felt: turns long enough that it is, most of the time
+        "hal-20m": Row({}, f"{PAIR},compile+graph:explicit", 10, 1.2, rounds=6, phases=3, last=True),
         "hal-20m:pytorch": Row(
             {}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 10, 1.2, phases=3, last=True
         ),
