@@ -239,7 +239,14 @@ def cut(folder):
         (lambda folder: drop_from_header(folder, "meta"), "is not a ridgeline checkpoint"),
         *(
             (functools.partial(edit_header, **{name: value}), "is damaged; use another checkpoint")
-            for name, value in [("schema", "1"), ("package", 3), ("meta", []), ("tensors", []), ("tensors", {})]
+            for name, value in [
+                ("schema", "1"),
+                ("schema", 0),
+                ("package", 3),
+                ("meta", []),
+                ("tensors", []),
+                ("tensors", {}),
+            ]
         ),
         *((functools.partial(edit_entry, file=name), "is damaged") for name in ("../other/tensors", "..", "", 3)),
     ],

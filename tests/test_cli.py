@@ -337,6 +337,15 @@ def test_a_verb_is_imported_when_its_threads_are_decided(monkeypatch):
     assert decided == [str(usable_cores())]
 
 
+def test_an_interrupted_verb_says_so_and_exits_as_shells_expect(capsys, monkeypatch):
+    def run(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ridgeline.cli._module", lambda verb: SimpleNamespace(run=run))
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_threads_are_decided_before_torch_and_the_user_has_the_last_word():
     code = """
 import os, sys

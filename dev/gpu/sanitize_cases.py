@@ -25,6 +25,7 @@ from ridgeline.data.resident import ResidentBatches
 from ridgeline.data.window import WindowSpec
 from ridgeline.engine import TrainStep
 from ridgeline.models import build
+from ridgeline.models.fused import stack
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops import heads as sequential
 from ridgeline.ops._triton.columns import column_sums_raw
@@ -378,6 +379,15 @@ def step_fast_long():
 @case
 def step_hal():
     train("hal-20m", "fused")
+
+
+@case
+def step_hal_folded():
+    """As many rows are taken: the norm before the MLP is in the products beside it."""
+    choose = stack.choose
+    if DEVICE == "cuda":
+        stack.choose = lambda *a: replace(choose(*a), out="residual", folded=True)
+    train("hal-20m", "fused", batch=1, context=256, steps=1)
 
 
 @case

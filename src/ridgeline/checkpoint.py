@@ -243,6 +243,8 @@ def _well_formed(header: Mapping[str, Any]) -> bool:
     schema, entry = header["schema"], header["tensors"]
     if type(schema) is not int or not isinstance(header["package"], str) or not isinstance(header["meta"], dict):
         return False
+    if schema < 1:
+        return False
     if schema > SCHEMA:
         return True  # of a later form, which is for a later version to judge
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:

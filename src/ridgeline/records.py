@@ -252,7 +252,9 @@ def from_json(values: Any) -> Record:
     """
     if not isinstance(values, dict) or "schema" not in values or "kind" not in values:
         raise RecordError("this is no Ridgeline record: it has no schema and kind")
-    if not isinstance(values["schema"], int) or values["schema"] > SCHEMA:
+    if type(values["schema"]) is not int or values["schema"] < 1:
+        raise RecordError(f"a record's schema is a whole number from 1 on, this one says {values['schema']!r}")
+    if values["schema"] > SCHEMA:
         raise RecordError(
             f"the record has schema {values['schema']}, this version reads up to {SCHEMA}; update ridgeline"
         )

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from bench.helpers import record
 from ridgeline.bench.goals import Goal, find_records, judge, main, read_goals, table
 from ridgeline.errors import ConfigError
-from ridgeline.records import ContenderResult, Record, WorkloadInfo, write_record
+from ridgeline.records import ContenderResult, write_record
 
 GOAL = Goal(workload="hal-20m", batch=512, context=256, precision="bf16", ratio=2.0)
 
@@ -17,19 +18,6 @@ def result(name: str, speed: float | None, group: int = 0, spread: float = 0.01)
     if speed is None:
         return ContenderResult(name=name, group=group, error="failed")
     return ContenderResult(name=name, group=group, tokens_per_s=speed, step_ms=131072e3 / speed, spread=spread)
-
-
-def record(*contenders: ContenderResult, date: str = "2026-12-01T00:00:00+00:00", batch: int = 512) -> Record:
-    return Record(
-        kind="bench",
-        date=date,
-        git="0123456789abc",
-        card="card",
-        gpus=1,
-        versions={},
-        workload=WorkloadInfo(name="hal-20m", batch=batch, context=256, precision="bf16"),
-        contenders=list(contenders),
-    )
 
 
 def test_the_fastest_pytorch_contender_decides():

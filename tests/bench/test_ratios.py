@@ -4,25 +4,13 @@ import dataclasses
 
 import pytest
 
+from bench.helpers import record
 from ridgeline.bench.ratios import baselines, gain, over_pytorch, ratio
-from ridgeline.records import ContenderResult, Record, WorkloadInfo
+from ridgeline.records import ContenderResult
 
 
 def result(name: str, ms: float | None, group: int = 0, spread: float = 0.01) -> ContenderResult:
     return ContenderResult(name=name, group=group, step_ms=ms, spread=None if ms is None else spread)
-
-
-def record(*contenders: ContenderResult) -> Record:
-    return Record(
-        kind="bench",
-        date="2026-12-01T00:00:00+00:00",
-        git="0123456789abc",
-        card="card",
-        gpus=1,
-        versions={},
-        workload=WorkloadInfo(name="hal-20m", batch=512, context=256, precision="bf16"),
-        contenders=list(contenders),
-    )
 
 
 def test_a_ratio_knows_its_noise_and_its_group():

@@ -173,7 +173,8 @@ def test_a_missing_file_is_an_error(tmp_path):
         (("date",), "2026-11-29T16:55:00", "time zone"),
         (("gpus",), -1, "0 or more"),
         (("versions", "torch"), 2, "hold strings"),
-        (("schema",), "1", "update ridgeline"),
+        (("schema",), "1", "whole number from 1 on"),
+        (("schema",), 0, "whole number from 1 on"),
     ],
 )
 def test_values_that_cannot_be(path, value, message):

@@ -69,6 +69,11 @@ def test_sources_that_are_no_text(capsys, tmp_path):
     assert "File name too long" in refused(capsys, "data", "a.txt", "--out", "x" * 300)
 
 
+@pytest.mark.parametrize("more", [(), ("D",), ("--buttons", 5)])
+def test_an_unknown_source_is_named_before_its_options(capsys, more):
+    assert "unknown data set 'mele'; did you mean melee?" in refused(capsys, "data", "mele", *more, "-o", "C9")
+
+
 def test_games_that_cannot_be_played(capsys):
     for arguments, words in (
         (["--processes", 0], "processes must be at least 1, got 0"),

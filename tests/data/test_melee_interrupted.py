@@ -1,6 +1,7 @@
 """A preparation of replays that is interrupted, killed or runs out of disk: refused with a reason, or gone on with."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from ridgeline.data.api import load_dataset, prepare_melee
 from ridgeline.data.melee import store as store_module
 from ridgeline.data.melee import take
 from ridgeline.errors import DataError
+from ridgeline.games.melee.events import Recording
 
 
 def dying_read(task):
@@ -84,6 +86,43 @@ def test_an_interrupted_preparation_goes_on(replay_folder, prepared, tmp_path, d
     assert {**report, "frames_per_s": 0, "path": ""} == {**prepared[0], "frames_per_s": 0, "path": ""}
 
 
+def touch(folder):
+    file = folder / "1.slp"
+    stat = file.stat()
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+@needs_replays
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (lambda folder: (folder / "1.slp").unlink(), 1),
+        (lambda folder: shutil.copyfile(folder / "4.slp", folder / "1.slp"), 1),  # then 4 is the same game as 1
+        (lambda folder: shutil.copyfile(folder / "0.slp", folder / "00.slp"), 1),
+        (lambda folder: (folder / "0.slp").rename(folder / "9.slp"), 0),
+        (touch, 1),
+        (lambda folder: (folder / "4.slp").unlink(), 3),  # which was not read yet
+    ],
+    ids=["deleted", "replaced", "new", "renamed", "touched", "later"],
+)
+def test_one_that_goes_on_gives_what_a_fresh_one_gives(tmp_path, monkeypatch, change, kept):
+    source = tmp_path / "source"
+    source.mkdir()
+    for seed in range(5):
+        (source / f"{seed}.slp").write_bytes(Recording.read(replays.SHORT).reseeded(seed))
+    with pytest.raises(StopError):
+        prepare_melee(source, tmp_path / "x", processes=1, progress=interrupt_after(3))
+    change(source)
+    read = []
+    monkeypatch.setattr("ridgeline.data.melee.prepare._add", _noting(read))
+    report = prepare_melee(source, tmp_path / "x", processes=1)
+    files = len(list(source.iterdir()))
+    assert len(read) == files - kept
+    fresh = prepare_melee(source, tmp_path / "fresh", processes=1)
+    assert {**report, "frames_per_s": 0, "path": ""} == {**fresh, "frames_per_s": 0, "path": ""}
+    assert load_dataset(tmp_path / "x").fingerprint == load_dataset(tmp_path / "fresh").fingerprint
+
+
 def _noting(read):
     from ridgeline.data.melee import prepare
 
@@ -124,10 +163,10 @@ def test_an_unfinished_preparation_with_other_settings_is_not_gone_on_with(repla
 
 def test_one_process_prepares_at_a_time(tmp_path):
     widths = dict.fromkeys(("categories", "numbers", "controller", "target"), 1)
-    store = store_module.Store(tmp_path / "y", {}, widths)
+    store = store_module.Store(tmp_path / "y", {}, widths, [])
     try:
         with pytest.raises(DataError, match="another process is preparing"):
-            store_module.Store(tmp_path / "y", {}, widths)
+            store_module.Store(tmp_path / "y", {}, widths, [])
     finally:
         store.close()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,22 @@ def test_nothing_is_left(tmp_path, capsys):
     assert "one game in" in complaint
     assert "1 × 124 frames, too short" in complaint
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["few"]
+
+
+@needs_replays
+def test_what_is_refused_where_nothing_is_left_is_counted_and_listed(replay_folder, tmp_path, capsys):
+    arguments = [replay_folder, "-o", tmp_path / "out", "--min-version", 99, "--processes", 1]
+    complaint = refused(capsys, *arguments)
+    assert main(["data", "melee", *map(str, arguments), "--json"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == complaint
+    report = json.loads(captured.out)
+    assert (report["games"], report["path"], len(report["refused"])) == (0, None, 8)
+    counts = Counter(entry["reason"] for entry in report["refused"]).most_common()
+    shown = "; ".join(f"{count} × {reason}" for reason, count in counts[:3])
+    rest = sum(count for _, count in counts[3:])
+    assert len(counts) > 4
+    assert f"(8 refused: {shown}; {rest} for {len(counts) - 3} other reasons, which --json lists)" in complaint
 
 
 @needs_replays

@@ -92,6 +92,8 @@ def flip_a_byte(folder):
         (lambda folder: edit_meta(folder, arrays=3), "meta.json is damaged .*prepare it again"),
         (lambda folder: edit_meta(folder, arrays={"tokens": {}}), "meta.json is damaged .*prepare it again"),
         (lambda folder: edit_meta(folder, schema=99, package="9.9"), "written by ridgeline 9.9 .*; upgrade"),
+        (lambda folder: edit_meta(folder, schema=0), r"\(data schema 0, this version reads 1\); prepare it again"),
+        (lambda folder: edit_meta(folder, schema=-1), r"\(data schema -1, this version reads 1\); prepare it again"),
     ],
 )
 def test_a_damaged_or_foreign_one_is_refused_with_its_cure(tmp_path, damage, message):

@@ -107,6 +107,17 @@ def test_a_line_that_was_edited_is_an_error(games, change, words):
         from_json(to_json(games[0]) | change)
 
 
+@pytest.mark.parametrize(
+    ("schema", "words"), [(0, "is not an archive of demonstrations"), (archive.SCHEMA + 1, "upgrade ridgeline")]
+)
+def test_an_archive_of_another_schema_is_refused(games, tmp_path, monkeypatch, schema, words):
+    with monkeypatch.context() as patch:
+        patch.setattr(archive, "SCHEMA", schema)
+        path = archive.save(tmp_path / "games.xz", games)
+    with pytest.raises(DataError, match=words):
+        archive.load(path)
+
+
 def test_a_damaged_archive_is_an_error(games, tmp_path):
     path = archive.save(tmp_path / "games.xz", games)
     content = bytearray(path.read_bytes())

@@ -10,9 +10,11 @@ pytest.importorskip("triton")
 
 from error_budget import DEVICE
 from ridgeline.ops._triton.columns import column_sums_raw
-from ridgeline.ops.linear import products
+from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.linear import gemm, products
 from ridgeline.ops.linear.folded import SHARE, FoldedNorm, FoldedWeights
 from ridgeline.ops.linear.folded_triton import folded_gradient_raw, folded_statistics_raw, folded_weights_raw
+from ridgeline.ops.linear.reference import Masks, masked
 from ridgeline.ops.norm.reference import NormKind, norm_reference
 from ridgeline.ops.norm.triton import norm_backward_raw, partial_rows
 
@@ -120,3 +122,23 @@ def test_weights_and_statistics_are_those_of_the_norm(kind: NormKind) -> None:
     torch.testing.assert_close(got.double(), h @ weight.double().t() + bias.double(), rtol=1e-4, atol=1e-4)
     if norm.mean_M is not None:
         torch.testing.assert_close(norm.mean_M, r.mean(1))
+
+
+def test_short_samples_under_dropout_leave_the_shares_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streaming product takes them, which knows of no norm."""
+
+    def streaming(a: Tensor, b: Tensor, out: Tensor, config: gemm.Config, **given: Tensor | Masks | None) -> None:
+        masks, residual = given["masks"], given["residual_MN"]
+        assert isinstance(masks, Masks)
+        assert isinstance(residual, Tensor)
+        out.copy_(masked(a @ b.t(), masks) + residual)
+
+    monkeypatch.setattr(gemm, "gemm", streaming)
+    N, C, generator = 96, 128, torch.Generator().manual_seed(6)
+    x, weight, residual = (torch.randn(rows, C, generator=generator).bfloat16() for rows in (N, C, N))
+    unknown = torch.full((N,), float("nan"))
+    norm = FoldedNorm("rmsnorm", EPS, weight[0], None, torch.full((C // SHARE, N, 2), float("nan")), None, unknown)
+    masks, r = Masks(0.2, DropoutState(torch.tensor([3, 4]), 0), 1, 32), torch.empty_like(x)
+    products.forward_raw(x, weight, r, residual_NM=residual, masks=masks, norm=norm, impl="cuda")
+    torch.testing.assert_close(norm.shares_SM2[..., 0].sum(0), r.float().sum(1), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(norm.shares_SM2[..., 1].sum(0), r.float().square().sum(1))

@@ -87,6 +87,8 @@ def test_words_stand_out_from_their_ground(browser, page, dark):
 
 def test_a_folded_chapter_opens(browser, page):
     browser.open(page, width=DESK)
-    assert browser.evaluate("[...document.querySelectorAll('details')].every(d => !d.open)")
-    assert browser.evaluate("(() => { const d = document.querySelector('details'); d.querySelector('summary').click(); "
-                            "return d.open })()")  # fmt: skip
+    assert browser.evaluate("[...document.querySelectorAll('details.chapter')].every(d => !d.open)")
+    click = "d.querySelector('summary').click()"
+    assert browser.evaluate(
+        f"(() => {{ const d = document.querySelector('details.chapter'); {click}; return d.open }})()"
+    )

@@ -74,6 +74,18 @@ def test_a_gain_that_the_spread_swallows_is_not_written():
     assert table[4][3] == "≈"
 
 
+def test_a_climb_whose_gains_cannot_be_told_stands_beside_one_whose_can():
+    clear = samples.ladder()
+    noisy = [replace(c, spread=3.0) if c.name == "m1" else c for c in clear.contenders]
+    busy = replace(clear, date="2026-12-24T00:00:00+00:00", contenders=noisy)
+    assert docs.ladder([busy, clear]) == docs.ladder([clear])
+    table = rows(docs.climbed([busy, clear]))
+    assert [row[0] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`"]
+    assert table[1][:3] == ["`m1`", "430", "300%"]
+    assert docs.ladder([busy]).count("≈") == 2  # alone it has to do: to m1, and from it
+    assert rows(docs.climbed([clear])) == rows(docs.climbed([busy])) == []
+
+
 def test_layers_have_a_column_a_rung():
     table = docs.layers([samples.ladder()])
     assert table.splitlines()[0] == "| kernel ms a layer | `m0` | `m1` | `m2` | `m3` | `r16` | `best` |"

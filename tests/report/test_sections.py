@@ -11,7 +11,7 @@ from report import samples
 from ridgeline.errors import ConfigError
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
-from ridgeline.report.sections import bench_sections, beside_section, headline, rungs_of, timed
+from ridgeline.report.sections import bench_sections, beside_section, headline, overview_section, rungs_of, timed
 from ridgeline.report.series import curve_sections, roofline_section, short
 from ridgeline.report.sweeps import sweep_section, sweeps
 
@@ -33,6 +33,15 @@ def test_the_ladder_is_climbed_in_order_and_its_gains_stand_beside_the_articles(
     assert [row[6].text for row in speed.table.rows if row[0].text == "compile+graph"] == ["≈", "–"]
     assert table_of(phases)["best"] == ["12.18", "24.35", "0.17"]
     assert table_of(layers)["backward, article"][:5] == ["50.35", "39.23", "19.84", "19.91", "19.01"]
+
+
+def test_the_overview_has_the_newest_run_of_each_workload():
+    old = replace(samples.smaller(), date="2026-11-01T00:00:00+00:00")
+    section = overview_section([old, samples.ladder(), samples.smaller()])
+    assert section is not None
+    assert list(table_of(section)) == ["hal-20m, batch 512 × 256, bf16", "hal-5m, batch 512 × 128, bf16"]
+    assert len(section.table.rows) == 2
+    assert overview_section([old, samples.smaller()]) is None
 
 
 def test_single_changes_follow_their_rung_whatever_their_speed():
@@ -178,6 +187,10 @@ def test_curves_are_drawn_over_steps_seconds_and_positions_and_rows_are_tables()
     for section in sections[:3]:  # counted lines stand in every one of them, as long as the longest run
         last = {row[0].text: row[2].text for row in section.table.rows}
         assert last["2-gram"] == max(last.values(), key=float)
+    assert [row[2].text for row in sections[2].table.rows][:1] == ["0.512"]  # million positions
+    broken = [{**curve, "tokens": "many"} if "tokens" in curve else curve for curve in runs]
+    with pytest.raises(ConfigError):
+        list(curve_sections(replace(samples.study(), curves=broken), 0))
     (strength,) = curve_sections(samples.race(), 0)
     assert strength.title == "Strength: boxing"
 

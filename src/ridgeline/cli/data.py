@@ -45,7 +45,8 @@ class Options:
       Each human player of each game is imitated; every tenth game is held out. See docs/melee.md.
 
     With --json the last line describes the data set: name, path, kind, its sizes and its fingerprint; for melee
-    {"games", "frames", "windows", "frames_per_s", "refused": [{"file", "reason"}], "path"}.
+    {"games", "frames", "windows", "frames_per_s", "refused": [{"file", "reason"}], "path"}, which is also printed, with
+    path null, where too few games are left.
 
     Attributes:
         source: a file or one of the names above.
@@ -98,7 +99,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(options: Options) -> None:
-    """Refuse options that the source does not listen to."""
+    """Refuse a source that is not there, and options that the source does not listen to."""
+    if options.source and options.source not in OWN and not shards.exists(Path(options.source)):
+        api.load_dataset(options.source)  # which says what is near
     known = SHARED | OWN.get(options.source, TEXT)
     given = [field.name for field in fields(options) if field.name not in known]
     usual = Options(source="")
@@ -129,8 +132,6 @@ def _prepare(options: Options) -> dict[str, Any]:
             return _boxing(options)
         case "melee":
             return _melee(options)
-        case source if source and not shards.exists(Path(source)):
-            return api.load_dataset(source).summary()  # which says what is near
         case source:
             return api.prepare_text(source, options.out, options.kind)
 
@@ -149,19 +150,26 @@ def _boxing(options: Options) -> dict[str, Any]:
 
 
 def _melee(options: Options) -> dict[str, Any]:
+    from ridgeline.data.melee.prepare import TooFewError
+
     assert options.folder is not None
-    with bar() as progress:
-        return api.prepare_melee(
-            options.folder,
-            options.out,
-            buttons=options.buttons,
-            shoulder=options.shoulder,
-            character=options.character,
-            stage=options.stage,
-            min_version=options.min_version,
-            processes=options.processes,
-            progress=counter(progress, "reading replays"),
-        )
+    try:
+        with bar() as progress:
+            return api.prepare_melee(
+                options.folder,
+                options.out,
+                buttons=options.buttons,
+                shoulder=options.shoulder,
+                character=options.character,
+                stage=options.stage,
+                min_version=options.min_version,
+                processes=options.processes,
+                progress=counter(progress, "reading replays"),
+            )
+    except TooFewError as error:
+        if options.json:
+            emit(error.report, as_json=True, title="data set")
+        raise
 
 
 def _tell_refused(refused: Sequence[Mapping[str, str]]) -> None:

@@ -194,10 +194,11 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     ours = isinstance(meta, dict) and meta.get("format") == FORMAT
     if not ours or not meta.keys() >= REQUIRED or type(meta["schema"]) is not int:
         raise DataError(f"{folder} is not a ridgeline data set; prepare one with `ridgeline data`")
-    if meta["schema"] > SCHEMA:
+    if meta["schema"] != SCHEMA:  # there was none before the first
+        cure = "upgrade ridgeline or prepare it again" if meta["schema"] > SCHEMA else "prepare it again"
         raise DataError(
             f"{folder} was written by ridgeline {meta['package']} (data schema {meta['schema']}, this version reads "
-            f"{SCHEMA}); upgrade ridgeline or prepare it again"
+            f"{SCHEMA}); {cure}"
         )
     return meta
 

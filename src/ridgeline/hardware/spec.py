@@ -91,10 +91,6 @@ class DeviceSpec:
         """Level-2 cache in bytes."""
         return None if self.l2_mib is None else int(self.l2_mib * MIB)
 
-    def ridge(self, number: NumberFormat) -> float:
-        """FLOP a byte above which a product in `number` is bound by arithmetic and not by memory."""
-        return self.peak(number) / self.bandwidth
-
 
 def lacking(capability: tuple[int, int]) -> frozenset[NumberFormat]:
     """Number formats for which cards of a compute capability have no matrix units."""

@@ -6,6 +6,7 @@ here and nowhere else, and a test fails when a document and the records differ.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -96,16 +97,27 @@ def _where(records: Sequence[Record]) -> str:
     return f"One {cards}, PyTorch {torches}, {span}."
 
 
+def _climbs(records: Sequence[Record]) -> list[Record]:
+    """The records of the first article's workload that climb two rungs or more, newest first."""
+    return [
+        r
+        for r in records
+        if r.gpus <= 1 and r.workload and r.workload.name == LADDER and len(set(rungs_of(r)) - {SUBJECT}) > 1
+    ]
+
+
 def _ladder(records: Sequence[Record]) -> Record | None:
-    """The newest record of the first article's workload that climbs two rungs or more."""
-    return next(
-        (
-            r
-            for r in records
-            if r.gpus <= 1 and r.workload and r.workload.name == LADDER and len(set(rungs_of(r)) - {SUBJECT}) > 1
-        ),
-        None,
-    )
+    """The newest climb whose every gain is larger than the spread of its times; without one, the newest."""
+    climbs = _climbs(records)
+    return next((r for r in climbs if all(map(_told, _gains(r)))), next(iter(climbs), None))
+
+
+def _gains(record: Record) -> list[Ratio | None]:
+    return [gain(record, upper, lower) for lower, upper in itertools.pairwise(rungs_of(record))]
+
+
+def _told(found: Ratio | None) -> bool:
+    return found is not None and found.distinct
 
 
 def ladder(records: Sequence[Record]) -> str:
@@ -153,6 +165,20 @@ def ladder(records: Sequence[Record]) -> str:
     said = circumstances(record)
     where = f"`{LADDER}`, batch {said['workload'].split('batch ')[1]}, on one {record.card}, {record.date[:10]}"
     return f"{where}.\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def climbed(records: Sequence[Record]) -> str:
+    """The rungs in the newest climb, with the spread of their times, where the ladder's table is of an earlier one."""
+    record = next(iter(_climbs(records)), None)
+    if record is None or record == _ladder(records):
+        return "*The table above is of the newest run.*"
+    rows: list[list[Cell]] = []
+    for result in (r for r in timed(record) if r.name in rungs_of(record)):
+        spread, layer = number(result.spread, ".0%"), (Cell(text=_layer(result, phase, None)) for phase in PHASES)
+        rows.append([words(f"`{result.name}`"), number(result.step_ms, ".4g"), spread, quantity(result.tokens_per_s),
+                     *layer, number(result.mfu, ".0%")])  # fmt: skip
+    headers = ("rung", "ms a step", "spread", "tokens/s", "forward ms a layer", "backward", "MFU")
+    return f"{_where([record])}\n\n{Table(headers=headers, rows=rows).markdown()}"
 
 
 def _layer(result: ContenderResult, phase: str, article: articles.ArticleRung | None) -> str:
@@ -219,6 +245,7 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "performance": performance,
     "ladder": ladder,
     "layers": layers,
+    "climbed": climbed,
     "singles": singles,
     "windows": windows,
     "engines": lambda records: _shown(engines.engines(newest(records))),
@@ -284,10 +311,11 @@ def images(records: Sequence[Record], folder: Path) -> list[Path]:
     ]
 
 
-def _place(record: Record) -> int:
-    """The place of a record's goal in the file of goals; what is no goal comes last."""
-    goals = read_goals(GOALS)
-    return next((place for place, goal in enumerate(goals) if goal.fits(record)), len(goals))
+def _place(record: Record) -> tuple[int, str, int]:
+    """The place of a record's goal in the file of goals; what is no goal comes last, by model and context."""
+    goals, info = read_goals(GOALS), record.workload
+    place = next((place for place, goal in enumerate(goals) if goal.fits(record)), len(goals))
+    return place, "" if info is None else info.name, 0 if info is None else info.context
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

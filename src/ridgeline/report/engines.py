@@ -33,7 +33,10 @@ def engines(records: Sequence[Record]) -> Table:
     for model in MODELS:
         asked = WorkloadInfo(name=model, batch=BATCH, context=CONTEXT, precision=PRECISION)
         record = next((r for r in records if r.workload == asked), None)
-        found = {} if record is None else {r.name: r for r in timed(record)}
+        found: dict[str, ContenderResult] = {}
+        for result in () if record is None else record.contenders:
+            if result.step_ms is not None:
+                found.setdefault(result.name, result)  # of the first group, whose phases are measured
         for name in (*PYTORCH, *PEERS, SUBJECT):
             if record is not None and name in found:
                 rows.append(_row(record, found[name]))

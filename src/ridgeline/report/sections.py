@@ -325,11 +325,18 @@ def beside_section(records: Sequence[Record]) -> Section | None:
     )
 
 
+def _newest(records: Sequence[Record]) -> list[Record]:
+    """Benchmarks that timed `best` beside PyTorch, of each card and workload the newest, in their order."""
+    usable = [record for record in records if record.kind == "bench" and over_pytorch(record) is not None]
+    last = {(r.card, r.gpus, r.workload): r for r in sorted(usable, key=lambda record: record.date)}
+    return [record for record in usable if last[record.card, record.gpus, record.workload] is record]
+
+
 def overview_section(records: Sequence[Record]) -> Section | None:
-    """`best` against the best PyTorch for every workload, each ratio from its own run; None where there are not two."""
+    """`best` against the best PyTorch for every workload, each ratio of its newest run; None where not two."""
     labels, values, texts, rows = [], [], [], []
-    for record in records:
-        found = over_pytorch(record) if record.kind == "bench" else None
+    for record in _newest(records):
+        found = over_pytorch(record)
         mine = None if found is None else record.result(SUBJECT, found.group)
         theirs = None if found is None else record.result(found.over, found.group)
         if found is None or mine is None or theirs is None:

@@ -25,9 +25,9 @@ CURVES = {
     ),
     "margin": ("Margin", "Points dealt minus points taken, a game; a band is the 95 % interval of the mean."),
 }
-AXES = {  # other axes of a loss: a curve's key → label, and what the title says
-    "seconds": ("seconds of training", " over time"),
-    "tokens": ("positions learned from", " over positions"),
+AXES = {  # other axes of a loss: a curve's key → label, what the title says, and what one is drawn as
+    "seconds": ("seconds of training", " over time", 1.0),
+    "tokens": ("million positions learned from", " over positions", 1e-6),
 }
 PHASES = ("forward", "backward", "optimizer")
 
@@ -113,14 +113,25 @@ def curve_sections(record: Record, index: int) -> Iterator[Section]:
         runs = [curve for curve in mine if not curve.get("line")]
         if mine:
             yield _curves(record, index, figure, mine, "x", str(mine[0].get("x_label", "step")))
-        for key, (label, _) in AXES.items():
+        for key, (label, _, scale) in AXES.items():
             if runs and all(key in curve for curve in runs):
-                last = max(max(curve[key], default=0) for curve in runs)
+                drawn = [{**curve, key: _scaled(curve[key], scale)} for curve in runs]
+                last = max((value for curve in drawn for value in _numbers(curve[key])), default=0)
                 levels = [{**curve, key: [0, last]} for curve in mine if curve.get("line")]
-                yield _curves(record, index, figure, [*runs, *levels], key, label)
+                yield _curves(record, index, figure, [*drawn, *levels], key, label)
     for curve in given:
         if isinstance(curve.get("rows"), list) and curve["rows"]:
             yield _rows(record, index, curve)
+
+
+def _numbers(values: Any) -> list[float]:
+    return [v for v in values if isinstance(v, int | float)] if isinstance(values, list) else []
+
+
+def _scaled(values: Any, scale: float) -> Any:
+    """Numbers in another unit; what is no list of numbers stays, to be told of when it is drawn."""
+    numbers = _numbers(values)
+    return [scale * value for value in numbers] if numbers and len(numbers) == len(values) else values
 
 
 def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]], x_key: str, x_label: str) -> Section:
@@ -136,7 +147,7 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
         beneath = [_line({**curve, "y": curve["below"], "low": None, "high": None}, record, x_key) for curve in curves]
         chart = lines_beneath(drawn, beneath, x_label, (y_label, str(curves[0].get("below_label", ""))))
     title, lead = CURVES[figure]
-    _, over = AXES.get(x_key, ("", ""))
+    _, over, _ = AXES.get(x_key, ("", "", 1.0))
     return Section(
         key=f"{figure}-{index}{f'-{x_key}' if over else ''}",
         title=f"{title}{over}" if record.workload is None else f"{title}{over}: {record.workload.name}",

@@ -22,6 +22,19 @@ from ridgeline.games.parallel import LostError, run_parallel
 
 SILENCE_SECONDS = 300.0  # that one replay may take
 NAME = "melee"
+NAMED = 3  # reasons in the sentence that says that too few games are left
+
+
+class TooFewError(DataError):
+    """Fewer games can be used than a data set needs.
+
+    Attributes:
+        report: what `prepare` would have returned, its path None.
+    """
+
+    def __init__(self, message: str, report: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 def prepare(
@@ -34,7 +47,8 @@ def prepare(
 ) -> dict[str, Any]:
     """Read every replay below a folder and write them as a data set.
 
-    A preparation that was interrupted goes on where it was. The result does not depend on the number of processes.
+    A preparation that was interrupted goes on where it was, or at the first file that is new, gone or changed since.
+    The result does not depend on that, nor on the number of processes.
 
     Args:
         source: the folder.
@@ -49,7 +63,8 @@ def prepare(
         first replay is done, so from when the workers have started, to the end of writing.
 
     Raises:
-        DataError: no replays, none that can be used, or a folder that cannot be written.
+        TooFewError: fewer than two games can be used.
+        DataError: no replays, or a folder that cannot be written.
         MissingExtraError: the parser is not installed.
         WorkerError: a worker failed in a way that no replay is to blame for.
     """
@@ -59,13 +74,15 @@ def prepare(
     settings = {**dataclasses.asdict(choice), "features": describe(choice.encoding)}
     widths = {"categories": sum(columns for *_, columns in GROUPS), "numbers": NUMBERS}
     widths |= dict.fromkeys(("controller", "target"), len(choice.encoding.heads))
-    store = Store(out, settings, widths)
+    store = Store(out, settings, widths, files)
     try:
         clock = _fill(store, files, choice, processes, progress or (lambda done, total: None))
         report = _report(store, files)
         if report["games"] < 2:
             store.discard()
-            raise DataError(_too_few(source, report))
+            raise TooFewError(
+                _too_few(source, report), {**report, "path": None, "frames_per_s": round(clock.rate(), 1)}
+            )
         _seal(store, choice, source)
     finally:
         store.close()
@@ -95,7 +112,7 @@ def _fill(
 ) -> _Clock:
     """Read what the store does not know yet, and add it in the order of the files."""
     clock = _Clock()
-    todo = [(key, file) for key, file in files.items() if key not in store.entries]
+    todo = list(files.items())[len(store.entries) :]  # those in the store are the first
     digests = {entry["digest"]: key for key, entry in store.entries.items() if entry["tables"]}
     tasks = [(str(file), choice) for _, file in todo]
     progress(len(files) - len(todo), len(files))
@@ -219,10 +236,15 @@ def _printable(file: Path) -> str:
 
 
 def _too_few(source: Path, report: dict[str, Any]) -> str:
-    reasons = Counter(entry["reason"] for entry in report["refused"]).most_common(3)
-    why = "; ".join(f"{count} × {reason}" for reason, count in reasons)
+    reasons = Counter(entry["reason"] for entry in report["refused"]).most_common()
+    named, others = reasons[:NAMED], reasons[NAMED:]
+    why = [f"{count} × {reason}" for reason, count in named]
+    if others:
+        kinds = "another reason" if len(others) == 1 else f"{len(others)} other reasons"
+        why.append(f"{sum(count for _, count in others)} for {kinds}, which --json lists")
     left = "one game" if report["games"] else "no game"
+    refused = f" ({len(report['refused'])} refused: {'; '.join(why)})" if why else ""
     return (
-        f"{left} in {source} can be learned from, two are needed to train and to hold one out"
-        f"{f' ({why})' if why else ''}; give other replays or change the choice"
+        f"{left} in {source} can be learned from, two are needed to train and to hold one out{refused}; "
+        "give other replays or change the choice"
     )

@@ -4,8 +4,10 @@
     .NAME.partial/COLUMN.npy      rows of the tables, one replay after another, behind room for the header
 
 The arrays reach the disk before the journal says so. A preparation that was killed goes on from the journal's last
-whole line: what the arrays hold beyond it is cut off. At the end they get their headers, and the folder is renamed to
-the data set's name. Files are named in the journal by a hash: their names may be those of people.
+whole line up to which it names the files that are there now, in their order: what the journal and the arrays hold
+beyond it is cut off, so that the result is that of a preparation which was never interrupted. At the end the arrays get
+their headers, and the folder is renamed to the data set's name. Files are named in the journal by a hash, of their
+state too: their names may be those of people.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +46,19 @@ class Store:
         folder: of the data set that it will be.
         settings: all that decides what a replay becomes.
         widths: columns of each array.
+        files: what names each state of each file, in the order in which they will be added.
 
     Attributes:
-        entries: by file, what the journal says of it: "reason" it was refused, or "tables", its tables' lengths, and
-            whatever else was given to `add`.
+        entries: of the first of these files, what the journal says of each: "reason" it was refused, or "tables", its
+            tables' lengths, and whatever else was given to `add`.
 
     Raises:
         DataError: it cannot be written, another process is at it, or it was begun with other settings.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], widths: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], widths: Mapping[str, int], files: Iterable[str]
+    ) -> None:
         self.folder = folder
         self.aside = folder.parent / f".{folder.name}.partial"
         self.widths = widths
@@ -65,7 +71,7 @@ class Store:
             for name, file in {JOURNAL: JOURNAL, **{name: f"{name}.npy" for name in COLUMNS}}.items():
                 self._files[name] = os.open(self.aside / file, os.O_RDWR | os.O_CREAT, 0o644)
             self._lock()
-            self._take_up({"format": FORMAT, "schema": shards.SCHEMA, "settings": dict(settings)})
+            self._take_up({"format": FORMAT, "schema": shards.SCHEMA, "settings": dict(settings)}, files)
         except OSError as error:
             self.close()
             raise self._cannot(error) from error
@@ -148,19 +154,24 @@ class Store:
     def _file(self, name: str) -> Path:
         return self.aside / f"{name}.npy"
 
-    def _take_up(self, head: Mapping[str, Any]) -> None:
-        """Read the journal as far as it is whole, and cut everything back to it."""
+    def _take_up(self, head: Mapping[str, Any], files: Iterable[str]) -> None:
+        """Read the journal as far as it is whole and names the files, and cut everything back to it."""
         journal = self._files[JOURNAL]
-        lines, length = _whole_lines(journal)
-        os.ftruncate(journal, length)
-        os.lseek(journal, 0, os.SEEK_END)
-        if not lines:
-            self._note(json.dumps(head) + "\n")
-        elif lines[0] != json.loads(json.dumps(head)):
+        lines = _whole_lines(journal)
+        first = json.dumps(head)
+        if lines and lines[0][0] != json.loads(first):
             raise DataError(
                 f"{self.aside} holds an unfinished preparation with other settings; finish it with those, or delete it"
             )
-        self.entries = {line.pop("file"): line for line in lines[1:]}
+        length = lines[0][1] if lines else 0
+        for file, (line, end) in zip(files, lines[1:], strict=False):
+            if line.pop("file") != file:  # new, gone or changed; what was made of later files may depend on it
+                break
+            self.entries[file], length = line, end
+        os.ftruncate(journal, length)
+        os.lseek(journal, 0, os.SEEK_END)
+        if not lines:
+            self._note(first + "\n")
         rows = sum(self.rows())
         for name, dtype in COLUMNS.items():
             size = HEADER + rows * self.widths[name] * np.dtype(dtype).itemsize
@@ -203,11 +214,11 @@ def _write(descriptor: int, array: NDArray[Any]) -> int:
     return size
 
 
-def _whole_lines(descriptor: int) -> tuple[list[Entry], int]:
-    """The lines that were written to their ends, and how many bytes they take."""
+def _whole_lines(descriptor: int) -> list[tuple[Entry, int]]:
+    """The lines that were written to their ends, and the byte at which each ends."""
     content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-    length = content.rfind(b"\n") + 1
-    return list(_parsed(content[:length].splitlines())), length
+    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+    return list(zip(_parsed(lines), accumulate(map(len, lines)), strict=True))
 
 
 def _parsed(lines: Iterable[bytes]) -> Iterable[Entry]:

@@ -78,6 +78,8 @@ def load(path: Path = SHIPPED) -> list[Demonstration]:
         header = json.loads(content[4 : 4 + size])
         if header["format"] != FORMAT or header["schema"] > SCHEMA:
             raise DataError(f"{path} is of format {header['format']} {header['schema']}; upgrade ridgeline")
+        if header["schema"] < 1:
+            raise ValueError(f"schema {header['schema']}")
         return _games(header, content[4 + size :])
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); give a file of demonstrations") from error

@@ -64,9 +64,9 @@ def forward_raw(
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
-    if norm is not None and residual_NM is None:
-        folded_statistics(norm)
-    takes = norm is not None and residual_NM is None
+    taken, left = (norm, None) if residual_NM is None else (None, norm)
+    if taken is not None:
+        folded_statistics(taken)
     whole_tiles = masks is None or masks.T >= stationary.LEAST_SAMPLE
     named = product_scope("forward", len(x_NK), weight_MK.shape[1], weight_MK.shape[0])
     if impl == "cuda" and x_NK.dtype == torch.float32:
@@ -83,11 +83,11 @@ def forward_raw(
             stationary.stationary(
                 x_NK, weight_MK, out_NM,
                 bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks, norm=norm,
-                folded=_folded(weight_MK, bias_M, norm) if takes and norm is not None else None,
+                folded=_folded(weight_MK, bias_M, taken) if taken is not None else None,
             )  # fmt: skip
         return
-    if norm is not None and residual_NM is None:
-        x_NK = norm_reference(x_NK, norm.weight_K, norm.bias_K, eps=norm.eps, kind=norm.kind)
+    if taken is not None:
+        x_NK = norm_reference(x_NK, taken.weight_K, taken.bias_K, eps=taken.eps, kind=taken.kind)
     config = gemm.choose(out_NM.shape[0], out_NM.shape[1], epilogue) if impl == "cuda" else None
     if config is not None:
         with named:
@@ -95,7 +95,18 @@ def forward_raw(
                 x_NK, weight_MK, out_NM, config,
                 bias_N=bias_M, gelu=gelu, slope_MN=slope_NM, residual_MN=residual_NM, masks=masks,
             )  # fmt: skip
-        return
+    else:
+        _forward_torch(x_NK, weight_MK, out_NM, bias_M, gelu, slope_NM, residual_NM, masks)
+    if left is not None:
+        parts = out_NM.float().unflatten(1, (-1, SHARE))
+        left.shares_SM2.copy_(torch.stack([parts.sum(2), parts.square().sum(2)], 2).transpose(0, 1))
+
+
+def _forward_torch(
+    x_NK: Tensor, weight_MK: Tensor, out_NM: Tensor, bias_M: Tensor | None, gelu: GeluKind | None,
+    slope_NM: Tensor | None, residual_NM: Tensor | None, masks: Masks | None,
+) -> None:  # fmt: skip
+    """`forward_raw` by cuBLAS and PyTorch's pointwise kernels, without a norm."""
     linear_NM = out_NM if gelu is None else out_NM.new_empty_strided(out_NM.shape, out_NM.stride())
     if bias_M is None:
         torch.mm(x_NK, weight_MK.t(), out=linear_NM)
@@ -110,9 +121,6 @@ def forward_raw(
         out_NM.copy_(masked(out_NM, masks))
     if residual_NM is not None:
         out_NM.add_(residual_NM)
-    if norm is not None and residual_NM is not None:
-        parts = out_NM.float().unflatten(1, (-1, SHARE))
-        norm.shares_SM2.copy_(torch.stack([parts.sum(2), parts.square().sum(2)], 2).transpose(0, 1))
 
 
 def _folded(weight_MK: Tensor, bias_M: Tensor | None, norm: FoldedNorm) -> FoldedWeights:
@@ -159,15 +167,16 @@ def input_gradient_raw(
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "plain" if slope_NK is None else "factor")
     if impl == "cuda" and config is not None:
         with named:
-            return gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, factor_MN=slope_NK)
-    torch.mm(dy_NM, weight_MK, out=dx_NK)
-    if slope_NK is None:
-        return None
-    torch.mul(dx_NK, slope_NK, out=dx_NK)
-    sums_1K = dx_NK.sum(0, keepdim=True, dtype=torch.float32) if sums else None
+            sums_PK = gemm.gemm(dy_NM, weight_MK, dx_NK, config, transposed_b=True, factor_MN=slope_NK)
+    else:
+        torch.mm(dy_NM, weight_MK, out=dx_NK)
+        if slope_NK is None:
+            return None
+        torch.mul(dx_NK, slope_NK, out=dx_NK)
+        sums_PK = dx_NK.sum(0, keepdim=True, dtype=torch.float32) if sums else None
     if norm is not None:
         dx_NK.mul_(norm.rstd_M[:, None])
-    return sums_1K
+    return sums_PK
 
 
 def weight_gradient_raw(dy_NM: Tensor, x_NK: Tensor, dweight_MK: Tensor, *, accumulate: bool = True) -> None:

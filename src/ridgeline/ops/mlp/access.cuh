@@ -1,6 +1,6 @@
 // Single instructions that only these kernels need.
 #pragma once
-#include "ridgeline/cluster.cuh"
+#include "ridgeline/copy_5d.cuh"
 
 #ifndef RL_EMULATED
 namespace rl {

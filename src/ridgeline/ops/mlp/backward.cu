@@ -94,8 +94,8 @@ RL_D void write_sums(const float (&sums)[2], float* out, int columns, u32 area, 
 #pragma unroll
     for (int i = 0; i < 2; ++i) store_shared(mine + 128 * i, sums[i] + load_shared(mine + 128 * i));
   named_barrier<128>(1 + me.group);
-  const u32 column = me.thread();
-  if (me.thread() < 64 && me.thread() < columns) out[column] = load_shared(area + 4 * column) + load_shared(area + 256 + 4 * column);
+  const int column = me.thread();
+  if (column < 64 && column < columns) out[column] = load_shared(area + 4 * column) + load_shared(area + 256 + 4 * column);
 }
 
 // da = dz Wdown for 64 columns, under way.
@@ -192,10 +192,10 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     mlp_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap up,
-                 const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap du, const uint4* kept, float* du_sums,
-                 const u16* r, const u16* weight, const float* mean, const float* rstd, const u16* dresidual, u16* dr,
-                 u16* dbranch, float* partials, i64 stride, const i64* seed_step, int rows, int inner, u32 site, u32 threshold,
-                 float scale, int rows_per_sample, int first_sample) {
+                 const __grid_constant__ TensorMap down, const __grid_constant__ TensorMap du, const uint4* kept,
+                 float* du_sums, const u16* r, const u16* weight, const float* mean, const float* rstd,
+                 const u16* dresidual, u16* dr, u16* dbranch, float* partials, i64 stride, const i64* seed_step, int rows,
+                 int inner, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample) {
   const u32 smem = dynamic_smem();
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&du);

@@ -23,7 +23,8 @@ RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down
   const auto fetch = [&](int chunk) {  // what a turn of each warpgroup reads
     for (int part = 0; part < WORKERS; ++part) {
       const int inner = 64 * (WORKERS * chunk + part);
-      for (int half = 0; half < (chunk > 0 ? HALVES : 0); ++half) fetch_owned_rows(ring, down, inner - 64 * WORKERS, 128 * half);
+      for (int half = 0; half < (chunk > 0 ? HALVES : 0); ++half)
+        fetch_owned_rows(ring, down, inner - 64 * WORKERS, 128 * half);
       for (int k = 0; k < (chunk < chunks ? UP_SLOTS : 0); ++k) fetch_boxes(ring, up, 128 * k, inner, 64, 0);
     }
   };

@@ -116,7 +116,8 @@ struct Residual {
   RL_D void load(const JoinForward& p, int first, const Place& me) {
 #pragma unroll
     for (int i = 0; i < AHEAD_ROWS * RESIDUAL; ++i)
-      load_row(row[i], p.residual + static_cast<i64>(first + 8 * i) * WIDTH + me.column() + 8 * (me.lane % 4), first + 8 * i < p.rows);
+      load_row(row[i], p.residual + static_cast<i64>(first + 8 * i) * WIDTH + me.column() + 8 * (me.lane % 4),
+               first + 8 * i < p.rows);
   }
 };
 

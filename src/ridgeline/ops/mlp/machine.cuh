@@ -9,6 +9,8 @@ constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // 64 rows o
 constexpr int MACHINES = APART ? 2 : 1, WORKERS = 2 / MACHINES;     // warpgroups of a machine
 constexpr int RING = MACHINES * ROWS_BYTES, STAGING = RING + MACHINES * STAGES * SLOT_BYTES;
 
+static_assert(STAGES >= 4, "a turn's slots are read before the first is free");
+
 struct Machine {
   u32 rows, ring;
   Barriers bar;

@@ -114,8 +114,7 @@ struct Ring {
   RL_D void wait() const { barrier_wait(bar.full(slot), phase); }
 };
 
-// The consumers' products take turns, so that what one does between its products runs under the other's. A turn reads at
-// most STAGES slots: the one who is ahead must find them loaded before the other has read the first.
+// The consumers' products take turns, so that what one does between its products runs under the other's.
 RL_D void begin_turn(const Place& me) { named_barrier<256>(3 + me.group); }
 RL_D void end_turn(const Place& me) { named_arrive<256>(4 - me.group); }
 
@@ -139,7 +138,8 @@ RL_D void fetch_boxes(Ring& ring, const TensorMap* map, int x, int y, int dx, in
   copy_2d(ring.address() + SLOT_BYTES / 2, map, x + dx, y + dy, ring.bar.full(ring.slot));
   ring.advance();
 }
-// A slot of 128 weight rows × 64 of K (columns k …), the rows in the order of `owned`; the map is [rows / 32, j, q, e, K], its box [4, 4, 4, 2, 64].
+// A slot of 128 weight rows × 64 of K (columns k …), the rows in the order of `owned`; the map is [rows / 32, j, q, e, K],
+// its box [4, 4, 4, 2, 64].
 RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
   ring.begin();
   copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
@@ -177,8 +177,8 @@ RL_D void take_rows(float (&v)[OWN_ROWS][LANE], const float (&acc)[PARTS][COUNT]
     }
 }
 
-// Divided inner columns: both warpgroups have sums of all of the result's; each ends with both's sums of its half of them. `area`: 64 rows of WIDTH
-// elements of 2 bytes, where A was; it may be written when warpgroup 1 has arrived at barrier 6.
+// Divided inner columns: both warpgroups have sums of all of the result's; each ends with both's sums of its half of them.
+// `area`: 64 rows of WIDTH elements of 2 bytes, where A was; it may be written when warpgroup 1 has arrived at barrier 6.
 RL_D void meet(float (&v)[OWN_ROWS][LANE], const float (&sums)[HALVES][64], u32 area, const Place& me) {
   constexpr int KEPT = HALVES * 32;
   const u32 mine = area + me.thread() * 16;

@@ -181,7 +181,7 @@ struct alignas(64) TensorMap {
   const u16* base;
   u64 stride[4];  // elements, innermost first
   u32 extent[4], box[4], swizzle;
-  u32 outer_extent, outer_box;  // of a fifth dimension, see cluster.cuh
+  u32 outer_extent, outer_box;  // of a fifth dimension, see copy_5d.cuh
 };
 static_assert(sizeof(TensorMap) == 128);
 RL_D u32 swizzled(u32 address, u32 swizzle) {

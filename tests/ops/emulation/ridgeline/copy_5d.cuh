@@ -1,4 +1,4 @@
-// ops/_cuda/include/ridgeline/cluster.cuh and ops/mlp/access.cuh on the host; see hopper.cuh beside this.
+// ops/_cuda/include/ridgeline/copy_5d.cuh and ops/mlp/access.cuh on the host; see hopper.cuh beside this.
 #pragma once
 #include "ridgeline/hopper.cuh"
 
@@ -30,14 +30,6 @@ RL_D void store_shared_4(u32 address, float a, float b, float c, float d) {
 }
 RL_D void load_shared_4(float (&v)[4], u32 address) {
   for (int i = 0; i < 4; ++i) v[i] = shared<float>(address + 4 * i);
-}
-RL_D void remote_send(u32 remote, float a, float b, float c, float d, u32 barrier) {
-  machine.copies.push_back([=] {
-    const float v[4] = {a, b, c, d};
-    for (int i = 0; i < 4; ++i) shared<float>(remote + 4 * i) = v[i];
-    auto& arriving = machine.barriers.at(barrier);
-    arriving.bytes -= 16, arriving.settle();
-  });
 }
 template <int PENDING>
 RL_D void store_wait() {
