@@ -57,6 +57,8 @@ def text(tmp_path):
         ("sample a b", "unexpected argument 'b'"),
         ("play R --games two", "--games must be a whole number, got 'two'"),
         ("explain", "PRESET is missing"),
+        ("report ", "RECORDS is empty; see ridgeline report --help"),
+        ("report r.json --png ", "--png needs a value after it, got an empty one"),
         ("doctor a b", "unexpected argument 'b'"),
         ("demo --minuts 1", "unknown option --minuts; did you mean --minutes?"),
         ("demo --games 0", "games must be at least 1, got 0"),

@@ -35,6 +35,7 @@ WORKLOADS = {
     "fast-c256": (FAST, 32, 256),
     "fast-c256-2048": (dataclasses.replace(FAST, context=2048), 4, 2048),
     "gpt2-c256-2048": (dataclasses.replace(GPT2, context=2048), 4, 2048),
+    "gpt2-c256-64": (GPT2, 64, 256),
     "gpt2-c256-512": (GPT2, 512, 256),
     "fast-c256-512": (FAST, 512, 256),
     "hal-20m": (HAL, 512, 256),
@@ -63,10 +64,18 @@ MIDDLE = {
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
     "mlp rows grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True)),
 }
+WIDE = {  # width 768
+    "early": (True, {}),
+    "late": (False, {}),
+    "residual": (True, dict(out="residual")),
+    "GELU apart": (True, dict(mlp="torch")),
+}
 
 
 def variants(name):
     config, B, T = WORKLOADS[name]
+    if config.width == 768:
+        return WIDE
     if config.width != 256:
         chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
         unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}

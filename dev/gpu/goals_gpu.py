@@ -9,15 +9,21 @@ becomes a further group of its record. SECONDS (default 150 a wave) ends it: wha
 wave after it, and a wave that would have less than LEAST_S is left out. Records are in $OUT/bench_records.json as soon
 as they are timed: the keys are file names for benchmarks/results.
 
+Several cards, each with a script of its own: who builds and who is launched call by call, which needs a quiet host, keep out
+of each other's way (HOST).
+
 `build` measures nothing: it takes the first step of every contender that compiles, so that its kernels are in the caches
 of a later run and what cannot run is known; beside other work, at low priority.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -45,21 +51,26 @@ ANSWER_S = 45  # longest turn, or look into a contender; who takes longer is end
 LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
 LENT_GIB = 60  # what `build` takes of a card that others use
 CORES = os.cpu_count() or 2
+HOST = Path(tempfile.gettempdir()) / "ridgeline-host"  # locked: shared by who builds, alone by who needs a quiet host
+QUIET_S = 70  # longest that one waits for the other
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Sizes, contenders, steps of a turn, steps whose phases are measured, steps profiled, rounds, who is profiled, and
-    whether it is looked into last, when the memory of the others is free."""
+    """Sizes, contenders, steps of a turn, its shortest length, steps whose phases are measured, steps profiled, rounds, who
+    is profiled, whether it is looked into last, when the memory of the others is free, and whether it is timed on a quiet
+    host, because kernels that are launched one by one would wait for it."""
 
     sizes: dict = dataclasses.field(default_factory=dict)
     contenders: str = PAIR
     steps: int = 30
+    turn_s: float = SHORT_TURN_S
     phases: int = 0
     profile: int = 0
     rounds: int = 4
     within: tuple = ()
     last: bool = False
+    quiet: bool = False
 
 
 def rows():
@@ -67,28 +78,33 @@ def rows():
     short = {"rounds": 2, "phases": 2}
     rungs = ("best", *RUNGS)
     found = {
-        # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups
-        "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 6, phases=3, last=True),
-        "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, **short),
+        # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups.
+        # At the power limit a step is faster until the limit is felt: turns long enough that it is, most of the time
+        "hal-20m:pytorch": Row(
+            {}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 10, 1.2, phases=3, last=True
+        ),
+        "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, quiet=True, **short),
         "hal-20m:foot": Row({}, f"{PAIR},m0,eager", 3, profile=1, within=("m0",), **short),
         "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **short),
         "hal-20m:singles": Row({}, f"{PAIR},m2,{SINGLES}", 4, rounds=2),
-        "hal-5m": Row({}, f"{PYTORCH},compile+graph:explicit", 10, phases=3),
-        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute,compile", 6, profile=1, within=rungs, **short),
-        "gpt2-124m": Row({}, PAIR, 8, phases=3, last=True),
+        "hal-5m": Row({}, f"{PYTORCH},compile+graph:explicit", 10, 0.6, phases=3),
+        "hal-5m:ladder": Row(
+            {}, f"{PAIR},{ALL_RUNGS},r16+recompute,compile", 6, profile=1, within=rungs, quiet=True, **short
+        ),
+        "gpt2-124m": Row({}, PAIR, 8, 1.2, rounds=6, phases=3, last=True),
     }
     for name in ("gpt2-c256", "fast-c256"):
         peers = "transformers,liger" if name == "gpt2-c256" else "liger"
-        found[name] = Row({}, PYTORCH, 30, phases=3)
+        found[name] = Row({}, PYTORCH, 30, phases=3, quiet=True)
         ladder = f"{PAIR},{ALL_RUNGS},{peers},compile,{SINGLES}"
-        found[f"{name}:ladder"] = Row({}, ladder, 30, profile=1, within=rungs, **short)
+        found[f"{name}:ladder"] = Row({}, ladder, 30, profile=1, within=rungs, quiet=True, **short)
         found[f"{name}:autotune"] = Row({}, f"{PAIR},max-autotune", 30, **short)
-        found[f"{name}-512"] = Row({"batch": 512}, steps=12)
+        found[f"{name}-512"] = Row({"batch": 512}, steps=12, turn_s=0.8)
         found[f"{name}-fp32"] = Row({"precision": "fp32"}, steps=15)
         for context in (128, 512, 1024):
             sizes = {"batch": 8192 // context, "context": context}
-            found[f"{name}-t{context}"] = Row(sizes, PYTORCH, rounds=2)
-        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, PYTORCH)
+            found[f"{name}-t{context}"] = Row(sizes, PYTORCH, rounds=2, quiet=True)
+        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, PYTORCH, quiet=True)
     found[f"{MQA}-2048"] = Row({"batch": 4, "context": 2048})
     for name in ("gpt2-c256", "fast-c256", MQA):  # what one KV head does for long windows
         found[f"{name}-4096"] = Row({"batch": 4, "context": 4096})
@@ -102,6 +118,23 @@ def name_of(key):
     return next(name for name in NAMES if key.startswith(name))
 
 
+@contextlib.contextmanager
+def host(alone):
+    """While someone else uses the host otherwise this waits; it goes on after QUIET_S, and says so."""
+    with open(HOST, "w") as file:
+        end, kind = time.time() + QUIET_S, fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        while True:
+            try:
+                fcntl.flock(file, kind | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.time() > end:
+                    print("the host is not quiet", "for" if alone else "while this builds:", row_here(), flush=True)
+                    break
+                time.sleep(0.1)
+        yield
+
+
 class Wave:
     """The rows of a wave: all are built before any is timed, all are timed before any is looked into.
 
@@ -109,14 +142,16 @@ class Wave:
         keys: rows in order of value.
         build_s: longest time until all are built.
         end: clock at which nothing more is looked into.
+        host: holds the host while this builds.
     """
 
-    def __init__(self, keys, build_s, end):
+    def __init__(self, keys, build_s, end, host):
         self.keys, self.end, self.limit = keys, end, time.time() + build_s
         self.began, self.change = time.time(), threading.Condition()
         self.left = sum(len(ROWS[key].contenders.split(",")) for key in keys)  # contenders that are not built
         self.few = max(1, self.left // 10)
         self.building = set(keys)  # rows
+        self.host = host
         looks = sorted(keys, key=lambda key: ROWS[key].last)
         self.order = [("turns", key) for key in keys] + [("look", key) for key in looks]
 
@@ -149,11 +184,14 @@ class Wave:
             self.building.discard(key)
             self.change.notify_all()
             self.change.wait_for(lambda: not self.building, max(0.0, self.limit + 10 - time.time()))
+            self.host.close()
 
     def leave(self, key, *what):
         """The row has done it, or will not."""
         with self.change:
             self.building -= {key} if not what else set()
+            if not self.building:
+                self.host.close()
             self.order = [(w, k) for w, k in self.order if k != key or (what and w not in what)]
             self.change.notify_all()
 
@@ -185,13 +223,16 @@ def started(self, names, teams):
 
 def timed(self, teams):
     wave.wait_turn(row_here(), "turns")
-    turns(self, teams)
+    with host(alone=True) if ROWS[row_here()].quiet else contextlib.nullcontext():
+        turns(self, teams)
     print(row_here(), "took turns:", *medians(teams), f"at {time.time() - wave.began:.0f} s", flush=True)
     wave.leave(row_here(), "turns")
 
 
 def medians(teams):
-    return [f"{t.name} {statistics.median(t.times_ms):.4g}" if t.times_ms else f"{t.name} {t.error[:60]}" for t in teams]
+    return [
+        f"{t.name} {statistics.median(t.times_ms):.4g}" if t.times_ms else f"{t.name} {t.error[:60]}" for t in teams
+    ]
 
 
 def looked(self, teams):
@@ -255,7 +296,7 @@ def one(key):
     try:
         case = workload(name_of(key), **row.sizes)
         plan = Plan(
-            rounds=row.rounds, steps=row.steps, turn_s=SHORT_TURN_S, warm_s=1.5, build_s=ANSWER_S,
+            rounds=row.rounds, steps=row.steps, turn_s=row.turn_s, warm_s=1.5, build_s=ANSWER_S,
             phases=row.phases, profile=row.profile, together=True,
         )  # fmt: skip
         names = row.contenders.split(",")
@@ -305,7 +346,11 @@ def build(keys, end):
             team = run.Team(case, name, CARD, plan, 1)
             team.wait(min(plan.build_s, left))
             team.close()
-            print(f"built {key} {name} {time.time() - begin:.0f} s, at {time.time() - began:.0f}", team.error[:150], flush=True)
+            print(
+                f"built {key} {name} {time.time() - begin:.0f} s, at {time.time() - began:.0f}",
+                team.error[:150],
+                flush=True,
+            )
         else:
             print(f"no time for {key} {name}", flush=True)
         with change:
@@ -320,7 +365,9 @@ def build(keys, end):
 def main(arguments):
     seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
     only_build = arguments[:1] == ["build"]
-    waves = [part.split() for part in " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"]).split(" -- ")]
+    waves = [
+        part.split() for part in " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"]).split(" -- ")
+    ]
     odd = {key for keys in waves for key in keys} - set(ROWS)
     if odd:
         sys.exit(f"no row is called {', '.join(sorted(odd))}; known: {', '.join(ROWS)}")
@@ -332,13 +379,16 @@ def main(arguments):
         print(f"--- {time.time() - began:.0f} s", flush=True)
         os._exit(0)
     for place, keys in enumerate(waves):
+        building = contextlib.ExitStack()
+        building.enter_context(host(alone=False))
         left, later = end - time.time(), len(waves) - place - 1
         if left < LEAST_S:
             print("no time for", *keys, flush=True)
+            building.close()
             continue
         build_s = min(130, left - 20 - 40 * later)
         share_cores([name for key in keys for name in ROWS[key].contenders.split(",")])
-        wave = Wave(keys, build_s, end - LATER_S * later)
+        wave = Wave(keys, build_s, end - LATER_S * later, building)
         threads = [threading.Thread(target=one, args=(key,), name=key) for key in keys]
         for thread in threads:
             thread.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from ridgeline.ops._triton import interpreter
 
 interpreter.enable()  # does nothing on a card; before any kernel is imported
@@ -223,7 +224,7 @@ def weight_gradients():
             for M, K in shapes
         ]
         partials, sums = draw(264, 1, 512, dtype=torch.float32).detach(), fp32(1, 512)
-        wgrad.weight_gradients_raw(layers, also=[Job(partials, sums)])
+        wgrad.weight_gradients_raw(layers, also=[Job(partials, sums)], room=lambda count: fp32(count))
         assert all(torch.isfinite(layer.dweight_MK.cpu()).all() for layer in layers)
 
 
@@ -330,7 +331,7 @@ def cross_entropies():
         targets, logits = torch.randint(V, (N,)), draw(N, V)
         targets[::5] = -100
         differentiate(cross_entropy(logits, targets.to(DEVICE), impl="triton"), [logits])
-    for V, chunk in ((65, None), (650, 100)):
+    for V, chunk in ((65, None), (650, 100), (2500, 100)):
         hidden, weight, bias = draw(300, 64), draw(V, 64, scale=0.1), draw(V)
         targets = torch.randint(V, (300,)).to(DEVICE)
         differentiate(
@@ -420,8 +421,9 @@ def windows():
 
 def main(name):
     import triton
-    from ridgeline.ops._cuda.launch import Kernel
     from triton.runtime.interpreter import GridExecutor
+
+    from ridgeline.ops._cuda.launch import Kernel
 
     launched, launch, interpret = set(), Kernel.launch, GridExecutor.__call__
 

@@ -1,14 +1,14 @@
-"""Records of studies: what is trained shares all cards with anything; what is timed has a card for itself.
+"""Records of studies: what is trained shares a card with anything; what is timed has it for itself.
 
-PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE train|time|all JOB…
+PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE train|time|all JOB[:PROCESSES]…
 
 `train` trains comparisons beside each other over all visible cards: models (gpt2-c256, fast-c256 and each change
 between), recipe (shakespeare-fast and each part taken back or added), article (gpt2-c256 and fast-c256 by the
-article's recipe), boxing (recipes on Boxing's demonstrations); with divergence (divergence_gpu.py) as a further job.
+article's recipe), boxing (recipes on Boxing's demonstrations); with divergence (divergence_gpu.py) as a further job. A
+contender's runs are one process, so what it needs is compiled once; recipe:6 trains six contenders at a time.
 `time` first finishes what was cut off; of what is still not whole, the seeds that all contenders have make the record.
 Then it times a step of every contender on the first card, which nothing else may use by then, and writes the records.
-Further jobs of `time`: fresh (the preset as a user calls it, three seeds, and once with empty caches) on the first
-card; inversion and search on the last one. `all` is both: it says "alone from now on" in between.
+Further jobs of `time`: inversion and search, on the last card. `all` is both: it says "alone from now on" in between.
 
 Runs are kept in $STUDIES between two calls, and come back in $OUT/runs.tgz whatever happens; a later call takes them
 from there where RUNS names such a file. SECONDS ends it. A rehearsal on a CPU: REHEARSAL="--steps 4 --eval-interval 2
@@ -16,20 +16,16 @@ from there where RUNS names such a file. SECONDS ends it. A rehearsal on a CPU: 
 """
 
 import contextlib
-import fcntl
-import itertools
+import functools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 BEGUN = time.monotonic()
@@ -38,9 +34,9 @@ OUT = Path(os.environ.get("OUT", "out"))
 GO = HOME / "go"
 REHEARSAL, TINY = os.environ.get("REHEARSAL", "").split(), os.environ.get("TINY", "")
 STARTED: list = []
-CLOCK_S, RECORD_S, INVERSION_S = 9, 9, 64  # kept for what is timed, and for its records
+CLOCK_S, RECORD_S, ALONE_S = 12, 9, {"inversion": 55, "search": 62}  # kept for what is timed, and for its records
 FAST, TARGET, SEEDS = "shakespeare-fast", 1.4697, 3
-KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "fresh*.json")
+KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt")
 RECIPES = (
     "optimizer.algorithm=adamw+optimizer.lr=2e-3+steps=2400",
     "positions=learned",
@@ -72,7 +68,24 @@ COMPARISONS = {  # by name: contenders, and what is asked
 }
 ALONE = {
     "inversion": ["inversion", "fast-c256", "gpt2-c256"],
-    "search": ["search", "--base", "gpt2-c256", "--target", "loss=1.6", "--budget", "45s", "--trial", "3s"],
+    # sizes whose kernels the comparisons have compiled
+    "search": [
+        "search",
+        "--base",
+        "gpt2-c256",
+        "--target",
+        "loss=1.6",
+        "--budget",
+        "55s",
+        "--trial",
+        "3s",
+        "--space",
+        "layers=2,3,4,6",
+        "width=256",
+        "context=256",
+        "batch=16,32,64",
+        "lr=1e-3:8e-3",
+    ],
 }
 
 
@@ -84,6 +97,7 @@ def words_of(name, seeds=SEEDS):
 
 
 def say(*words):
+    """Prints with the seconds since the beginning."""
     print(f"[{time.monotonic() - BEGUN:5.1f}]", *words, flush=True)
 
 
@@ -96,6 +110,7 @@ def start(name, command, **more):
 
 
 def study(name, *words, **more):
+    """`ridgeline study` as a process of its own."""
     return start(name, [sys.executable, "-m", "ridgeline", "study", *words], **more)
 
 
@@ -144,15 +159,11 @@ def prepare(text, names):
     say("data ready")
 
 
-def train(names, until):
-    """Trains comparisons, until the first step of one is timed: that is done alone, by `clock`."""
+def train(names, processes, until):
+    """Trains comparisons until all their runs are there: a step of each is timed later, alone, by `clock`."""
     import torch
 
-    for file in HOME.glob("*/runs/*/pace.json"):  # of an earlier call: here they say that all is trained
-        file.unlink()
     cards = torch.cuda.device_count() or 1
-    spread = ["--processes", "8" if torch.cuda.is_available() else "2"]
-    spread += ["--gpus", str(cards)] if cards > 1 else []
     jobs = {}
     for name in names:
         if name == "divergence":
@@ -160,10 +171,13 @@ def train(names, until):
             given = [str(until - time.monotonic() - 2), *os.environ.get("DIVERGENCE", "").split()]
             jobs[name] = start(name, [sys.executable, str(Path(__file__).with_name("divergence_gpu.py")), *given])
         else:
+            spread = ["--processes", str(processes.get(name, 6 if torch.cuda.is_available() else 2))]
+            spread += ["--gpus", str(cards)] if cards > 1 else []
             jobs[name] = study(name, "compare", *words_of(name), *spread)
-    return wait(jobs, until, lambda name: name in COMPARISONS and any((HOME / name).glob("runs/*/pace.json")))
+    return wait(jobs, until, lambda name: name in COMPARISONS and seeds_of(name) == plan_of(name).seeds)
 
 
+@functools.cache
 def plan_of(name):
     """What a comparison compares, as its command line says it."""
     from ridgeline.cli import study_compare
@@ -172,138 +186,37 @@ def plan_of(name):
     return study_compare.plan_of(parse(study_compare.Options, words_of(name), "study compare"))
 
 
-def clock(name, contender):
-    """In a process of its own: makes a contender's step ready, waits for GO and for its turn, then times it."""
+def clock(*names):
+    """In a process of its own: makes a step of each contender ready once that has been trained, and times all after GO.
+
+    By then what a step needs has been compiled by those who train. What has no run when GO comes is not timed.
+    """
     from ridgeline.study.compare import pace_file
     from ridgeline.study.pace import Stopwatch, keep_pace
 
-    watch = Stopwatch(plan_of(name).configs[contender])
-    print(f"{name} {contender}: ready at {time.monotonic() - BEGUN:.1f} s", flush=True)
+    watches = {}
+    for name, contender in [(study, contender) for study in names for contender in plan_of(study).configs]:
+        home = pace_file(HOME / name, contender).parent
+        while not any(home.glob("*/result.json")) and not GO.exists():
+            time.sleep(0.1)
+        if any(home.glob("*/result.json")):
+            watches[name, contender] = Stopwatch(plan_of(name).configs[contender])
+            print(f"{name} {contender}: ready at {time.monotonic() - BEGUN:.1f} s", flush=True)
     while not GO.exists():
         time.sleep(0.05)
-    with (HOME / "turn").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+    for (name, contender), watch in watches.items():
         step_s = watch.time()
-    keep_pace(step_s, pace_file(HOME / name, contender))
-    print(name, contender, *(f"{1e3 * seconds:.3f} ms" for seconds in step_s), flush=True)
+        keep_pace(step_s, pace_file(HOME / name, contender))
+        print(name, contender, *(f"{1e3 * seconds:.3f} ms" for seconds in step_s), flush=True)
 
 
-def clocks(names):
-    """A process for every contender, which waits for GO."""
-    pairs = [(name, contender) for name in names for contender in plan_of(name).configs]
-    return {f"clock {name} {contender}": mine("--clock", name, contender) for name, contender in pairs}
-
-
-def fresh(steps, *seeds):
-    """In a process of its own: `ridgeline train` on the preset with each seed, and where its seconds went."""
-    import ridgeline.cli.train
-    from ridgeline.cli import main as ridgeline
-    from ridgeline.data.api import load_dataset
-    from ridgeline.train.metrics import read_metrics
-
-    imported = time.monotonic()
-    load_dataset("tinyshakespeare")
-    loaded = time.monotonic()
-    short = ["--steps", steps, "--eval-interval", steps] if steps != "all" else []
-    tiny = (
-        "--window.context 32 --model.decoder.layers 1 --model.decoder.width 32 --model.decoder.heads 2" if TINY else ""
-    )
-    for seed in seeds:
-        begun, home = time.monotonic(), HOME / f"fresh-{seed}"
-        shutil.rmtree(home, ignore_errors=True)
-        ridgeline(["train", FAST, "--lanes", "1", "--seed", seed, "--out", str(home), *short, *tiny.split()])
-        call_s = time.monotonic() - begun
-        points = [(row["step"], row["seconds"], row["val_loss"]) for row in read_metrics(home) if "val_loss" in row]
-        held = [a for a, b in itertools.pairwise(points) if max(a[2], b[2]) <= TARGET]
-        first = seed == seeds[0]
-        row = {
-            "seed": int(seed),
-            "imports_s": round(imported - BEGUN, 2) if first else None,
-            "data_s": round(loaded - imported, 3) if first else None,
-            "call_s": round(call_s, 2),
-            "in_all_s": round(loaded - BEGUN + call_s, 2) if first else None,
-            "training_s": points[-1][1],
-            "held_at_step": held[0][0] if held else None,
-            "held_s": held[0][1] if held else None,
-            "validations": points,
-        }
-        print(json.dumps(row), flush=True)
-
-
-def fresh_rows(caches):
-    """What the processes of `fresh` have said so far, each with its first step's seconds."""
-    log, rows = HOME / "fresh.txt", []
-    said = log.read_text(errors="replace") if log.exists() else ""
-    firsts = re.findall(r"first step ([0-9.]+) s", said) if caches else []
-    for place, found in enumerate(re.findall(r"^\{.*\}$", said, re.MULTILINE)):
-        rows.append(
-            {
-                **json.loads(found),
-                "caches": caches,
-                "first_step_s": float(firsts[place]) if place < len(firsts) else None,
-            }
-        )
-    return rows
-
-
-def fresh_runs(until):
-    """Starts the preset with every seed, and returns as the last one begins; what it comes to is read later."""
-    (HOME / "fresh.txt").unlink(missing_ok=True)
-    job = mine("--fresh", "4" if TINY else "all", *map(str, range(SEEDS)))
-    while job.poll() is None and len(fresh_rows("full")) < SEEDS - 1 and time.monotonic() < until:
-        time.sleep(0.1)
-    return job
-
-
-def cold_start(until):
-    """The preset with nothing cached, up to its first step."""
-    from ridgeline import files
-
-    with tempfile.TemporaryDirectory() as empty:
-        shutil.copytree(files.cache(), f"{empty}/cache", ignore=shutil.ignore_patterns("cubin"))
-        caches = {"TRITON_CACHE_DIR": f"{empty}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{empty}/inductor"}
-        caches["RIDGELINE_CACHE"] = f"{empty}/cache"
-        wait({"cold": mine("--fresh", "2", "1000", **caches)}, until)
-
-
-def write_starts(rows):
-    """The record of runs as a user begins them, as far as it goes."""
-    import torch
-
-    from ridgeline.bench.circumstances import git_revision, versions
-    from ridgeline.bench.nvml import monitor
-    from ridgeline.records import ContenderResult, Record, WorkloadInfo, write_record
-
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda:0" if cuda else "cpu")
-    record = Record(
-        kind="study",
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        git=git_revision(),
-        card=torch.cuda.get_device_name(device) if cuda else "CPU",
-        gpus=int(cuda),
-        versions=versions(monitor(device)),
-        workload=WorkloadInfo(name="tinyshakespeare", batch=32, context=256, precision="bf16" if cuda else "fp32"),
-        contenders=[
-            ContenderResult(name=f"{FAST}, seed {row['seed']}", first_step_s=row["first_step_s"]) for row in rows
-        ],
-        curves=[{"figure": "starts", "name": FAST, "target": TARGET, "rows": rows}],
-    )
-    write_record(record, OUT / "fresh.json")
-
-
-def unfinished(names):
-    """The comparisons of which a run may be missing."""
-    return [name for name in names if name in COMPARISONS and trained_before().get(name) not in ("trained", 0)]
-
-
-def clocked(names, clock_jobs, until):
-    """Times the steps of all comparisons on the first card; returns the jobs that make their records, on no card."""
+def clocked(names, watch, until):
+    """Times the steps of all comparisons on the first card; returns the jobs that make their records."""
     for name in names:
         for file in (HOME / name).glob("runs/*/pace.json"):
             file.unlink()
     GO.touch()
-    wait(clock_jobs, until - RECORD_S)
+    wait({"clock": watch}, until - RECORD_S)
     tell("clock", 40)
     # these find all runs and all paces; of a study that was cut off, the seeds that all contenders have
     found = {name: seeds_of(name) for name in names}
@@ -311,7 +224,7 @@ def clocked(names, clock_jobs, until):
 
 
 def seeds_of(name):
-    """How many seeds every contender of a comparison has been trained with."""
+    """How many seeds every contender of a comparison has been trained with to the end."""
     from ridgeline.study.compare import pace_file
 
     plan = plan_of(name)
@@ -332,15 +245,15 @@ def others(names, until):
         tell(name, 16)
 
 
-def time_alone(names, clock_jobs, until):
-    """What is timed: comparisons and the preset on the first card, beside them what else is asked for on the last."""
+def time_alone(names, watch, until):
+    """What is timed: comparisons on the first card, beside them what else is asked for on the last."""
     import torch
 
     compared, rest = [name for name in names if name in COMPARISONS], [name for name in names if name in ALONE]
     beside = threading.Thread(target=others, args=(rest, until))
     if torch.cuda.device_count() > 1:
         beside.start()
-    codes = wait(clocked(compared, clock_jobs, until) if compared else {}, until)
+    codes = wait(clocked(compared, watch, until) if watch else {}, until)
     for name in compared:
         keep(name)
         tell(name, 16)
@@ -348,12 +261,6 @@ def time_alone(names, clock_jobs, until):
         beside.start()
     beside.join()
     return codes
-
-
-def trained_before():
-    """What the last call of `train` came to, by name of the comparison."""
-    file = HOME / "codes.json"
-    return json.loads(file.read_text()) if file.exists() else {}
 
 
 def tell(name, count):
@@ -384,12 +291,16 @@ def alone_s(names):
     """Seconds that what is timed takes."""
     import torch
 
-    first, last = CLOCK_S + RECORD_S, INVERSION_S * ("inversion" in names)
+    first = (CLOCK_S + RECORD_S) * any(name in COMPARISONS for name in names)
+    last = sum(seconds for name, seconds in ALONE_S.items() if name in names)
     return max(first, last) if torch.cuda.device_count() > 1 else first + last
 
 
 def main():
-    limit, text, phase, *names = float(sys.argv[1]), *sys.argv[2:]
+    """All that is asked for, and what is there in $OUT whatever happens."""
+    limit, text, phase, *jobs = float(sys.argv[1]), *sys.argv[2:]
+    processes = {name: int(count) for name, _, count in (job.partition(":") for job in jobs) if count}
+    names = [job.partition(":")[0] for job in jobs]
     OUT.mkdir(parents=True, exist_ok=True)
     HOME.mkdir(parents=True, exist_ok=True)
     if "RUNS" in os.environ:
@@ -400,23 +311,17 @@ def main():
     try:
         prepare(text, names)
         compared = [name for name in names if name in COMPARISONS]
-        begun = fresh_runs(end_s) if "fresh" in names else None
-        clock_jobs = clocks(compared) if phase != "train" else {}
-        training = unfinished(names) + [name for name in names if name == "divergence" and phase != "time"]
+        watch = mine("--clock", *compared) if compared and phase != "train" else None
+        training = [name for name in compared if seeds_of(name) < plan_of(name).seeds]
+        training += [name for name in names if name == "divergence" and phase != "time"]
         if training:
-            codes = train(training, end_s - (alone_s(names) if phase != "train" else 0))
-            (HOME / "codes.json").write_text(json.dumps({**trained_before(), **codes}))
+            codes = train(training, processes, end_s - (alone_s(names) if phase != "train" else 0))
             for name in training:
                 keep(name)
                 tell(name, 12)
-        if begun is not None:
-            wait({"fresh": begun}, end_s)
-            write_starts(fresh_rows("full"))
         if phase != "train":
             say("alone from now on")
-            codes |= time_alone(names, clock_jobs, end_s)
-        if "cold" in names:
-            cold_start(end_s)
+            codes |= time_alone(names, watch, end_s)
     finally:
         for process in STARTED:
             end(process)
@@ -428,7 +333,5 @@ def main():
 if __name__ == "__main__":
     if sys.argv[1] == "--clock":
         clock(*sys.argv[2:])
-    elif sys.argv[1] == "--fresh":
-        fresh(*sys.argv[2:])
     else:
         main()

@@ -216,6 +216,8 @@ def all_cases(group):
             for kind in ("alone", "joined", "joined+drop"):
                 yield f"norm bwd {kind} {N}x{C}", partial(norms.norm_backward, N, C, kind)
         yield "norm bwd joined+drop 32768x1024", partial(norms.norm_backward, 32768, 1024, "joined+drop")
+    if group == "wide":
+        yield "norm bwd joined 65536x768", partial(norms.norm_backward, 65536, 768, "joined")
     if group == "sums":
         for P, W in (
             (132, 768),

@@ -113,6 +113,11 @@ def test_where_nobody_could_be_timed_the_exit_code_says_so(tmp_path):
         (["gpt2-c265"], "did you mean gpt2-c256"),
         (["gpt2-c256", "--contenders", "eagre"], "did you mean eager"),
         (["gpt2-c256", "--contenders", "m2+colour"], "unknown change"),
+        (["gpt2-c256", "--contenders", ""], "--contenders needs a value after it, got an empty one"),
+        (["gpt2-c256", "--contenders", "eager,,compile"], "the name of a contender is empty"),
+        (["gpt2-c256", "--vary", ""], "--vary needs a value"),
+        (["gpt2-c256", "--out", ""], "--out needs a value"),
+        (["gpt2-c256", "--context", "0"], "needs batch ≥ 1 and context ≥ 1, got 32 and 0"),
         (["gpt2-c256", "--contenders", "eager,eager"], "different contenders"),
         (["gpt2-c256", "--vary", "width=1:2"], "a sweep reads"),
         (["gpt2-c256", "--gpus", "1,2"], "the device is the CPU"),
@@ -134,14 +139,24 @@ def test_a_record_of_something_else_is_not_gone_on_with(tmp_path, capsys):
     assert bench("gpt2-c256", "--contenders", "eager", out=tmp_path) == 0
     (file,) = tmp_path.rglob("*.json")
     assert bench("fast-c256", "--contenders", "eager", "--append", str(file), out=tmp_path) == 2
-    assert "write a record of its own" in capsys.readouterr().err
+    assert "has workload gpt2-c256 4 × 64 fp32, this run fast-c256 4 × 64 fp32; write a record of its own" in (
+        capsys.readouterr().err
+    )
     assert bench("gpt2-c256", "--vary", "batch=1:2", "--append", str(file), out=tmp_path) == 2
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert bench("gpt2-c256", "--contenders", "eager", out=tmp_path / "file") == 2
-    assert "choose another folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "choose another folder" in said
+    assert "round" not in said  # before anything is measured
+
+
+def test_spaces_in_a_list_do_no_harm(tmp_path, capsys):
+    assert bench("gpt2-c256", "--contenders", "eager, compile", "--json", out=tmp_path) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [c["name"] for c in said["records"][0]["contenders"]] == ["eager", "compile"]
 
 
 def test_what_is_measured_unless_told_otherwise():

@@ -327,6 +327,7 @@ def test_a_measured_step_leaves_a_record(
     assert read_record(file).kind == "explain"
     assert str(file) in capsys.readouterr().err
     (tmp_path / "file").write_text("")
+    monkeypatch.setattr(measuring, "measure_preset", None)  # it is said before anything is measured
     assert main(["explain", "hal-20m", "--measure", "--out", str(tmp_path / "file")]) == 2
     assert "choose another folder" in capsys.readouterr().err
 

@@ -98,6 +98,15 @@ def test_an_edited_record_stops_the_table(tmp_path, capsys):
     assert "changed after it was written" in capsys.readouterr().err
 
 
+def test_a_folder_that_is_not_there_and_half_a_command(tmp_path, capsys):
+    goals = tmp_path / "goals.toml"
+    goals.write_text("goal = []")
+    assert main([str(goals), str(tmp_path / "none")]) == 2
+    assert "is no folder of records" in capsys.readouterr().err
+    assert main([str(goals)]) == 2
+    assert "a file of goals and a folder of records, or neither" in capsys.readouterr().err
+
+
 def test_the_projects_goals_can_be_read():
     goals = read_goals("benchmarks/goals.toml")
     assert len(goals) == 11

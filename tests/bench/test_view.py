@@ -58,8 +58,14 @@ def test_the_table_shows_circumstances_and_failures():
 
 def test_the_table_of_failures_alone():
     text = table(record(ContenderResult(name="best", error="UnsupportedError: no card")))
-    assert text.splitlines()[3].split() == ["contender", "group", "×", "ref"]
+    assert text.splitlines()[3].split() == ["contender", "group"]
     assert text.endswith("UnsupportedError: no card")
+
+
+def test_one_contender_is_compared_with_nobody():
+    text = table(record(ContenderResult(name="eager", step_ms=2.0, spread=0.01)))
+    assert "× ref" not in text
+    assert text.splitlines()[3].split()[:3] == ["contender", "group", "ms"]
 
 
 def test_each_line_says_its_cards_where_there_are_several_numbers():

@@ -145,6 +145,25 @@ def test_nothing_is_allocated_and_one_graph_is_launched(name):
     assert all(count <= 10 * FILLS[part][0] for part, count in found.items()), found
 
 
+@pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256"])
+def test_the_norm_by_squares_that_kernels_leave_is_that_of_all_gradients(name):
+    case = workload(name, batch=32)
+    step = step_for(case, 20)
+    lane, seen = step.flat.lanes[0], []
+    taken = lane.known_squares
+    lane.known_squares = lambda: seen.append(taken()) or seen[-1]
+    for data in batches(case, "cuda"):
+        step(data)
+        norm = float(step.flat.grad[: step.flat.size].double().norm())
+        assert step.metrics()[-1].norm == pytest.approx(norm, rel=1e-5)
+    assert all(known is not None and sum(end - first for first, end in known.rest) < 200_000 for known in seen)
+    with torch.no_grad():
+        step.model.decoder.blocks[0].mlp.up.weight[0, 0] = float("nan")
+    step.flat.refresh()
+    step(data)
+    assert step.update.skipped.tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256", "hal-5m"])
 def test_gradients_written_beside_each_other_are_autograds(name):
     case = workload(name, batch=8)

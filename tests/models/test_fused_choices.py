@@ -78,9 +78,10 @@ def mlp_backward(
     join_gradient(du_NF @ up_FC, j)
 
 
-def grouped(group: Any, also: Any) -> None:
+def grouped(group: Any, also: Any, room: Any = None) -> None:
     targets = [g.dweight_MK for g in group] + [g.dbias_M for g in group if g.dbias_M is not None]
     targets += [job.dst_RC for job in also]
+    assert room is None  # nobody has asked for squares
     assert len({t.data_ptr() for t in targets}) == len(targets)  # a launch's results are written in any order
     results = [(g.dy_NM.t() @ g.x_NK, g.dweight_MK, g.add_weight) for g in group]
     results += [(g.dy_NM.sum(0), g.dbias_M, g.add_bias) for g in group if g.dbias_M is not None]
@@ -184,3 +185,29 @@ def test_every_choice_on_the_card(
     chosen = dataclasses.replace(chosen, out=out, rows=rows, grouped=grouped, side_stream=side_stream)
     monkeypatch.setattr(stack, "choose", lambda *_: chosen)
     errs_at_most_one_and_a_half_times_as_pytorch(model)
+
+
+@pytest.mark.parametrize(
+    ("B", "rows", "grouped"),
+    [
+        (32, ROWS, True),
+        (33, ROWS, True),
+        (34, frozenset(), True),
+        (128, frozenset(), True),
+        (129, frozenset(), False),
+        (257, frozenset(), True),
+    ],
+)
+def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
+    monkeypatch: pytest.MonkeyPatch, B: int, rows: frozenset[str], grouped: bool
+) -> None:
+    """Beyond, a second tile would double the time; weight gradients stay one launch while that pays."""
+    from ridgeline.models.config import DecoderConfig
+    from ridgeline.models.fused import choices
+
+    monkeypatch.setattr(choices, "attention_missing", lambda *_: None)
+    monkeypatch.setattr(choices, "rows_missing", lambda *_: None)
+    monkeypatch.setattr(choices.linear, "unavailable", lambda *_: None)
+    config = DecoderConfig(layers=6, width=256, heads=8)
+    chosen = choose.__wrapped__(config, torch.device("cuda"), torch.bfloat16, B, 256)
+    assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)

@@ -35,7 +35,7 @@ def test_cross_entropy(N: int, V: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("V", "bias", "chunk"), [(65, True, 20), (9, False, None), (65, False, 64)])
+@pytest.mark.parametrize(("V", "bias", "chunk"), [(65, True, 20), (9, False, None), (65, False, 64), (2500, False, 32)])
 def test_linear_cross_entropy(V: int, bias: bool, chunk: int | None, dtype: torch.dtype) -> None:
     N, C = 50, 24
     targets = draw_targets(N, V)

@@ -34,7 +34,7 @@ REDUCE = """#include "ridgeline/hopper.cuh"
 #define __shared__ static
 #include "reduce.cu"
 extern "C" const char* run(const Jobs* jobs, int count, int grid, int random) {
-  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count); });
+  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, nullptr); });
 }
 """
 TILES = [Tile(), Tile(2, 64, 1), Tile(1, 32, 3)]

@@ -7,7 +7,7 @@ import torch
 
 from error_budget import DEVICE
 from ridgeline.errors import ConfigError, UnsupportedError
-from ridgeline.ops.optimizer import AdamWSettings, AdamWState, adamw
+from ridgeline.ops.optimizer import AdamWSettings, AdamWState, KnownSquares, adamw
 
 SIZES, DECAYING = (700, 324, 512, 64), 2  # the first two parameters decay
 M, BOUNDARY = sum(SIZES), sum(SIZES[:DECAYING])
@@ -138,6 +138,40 @@ def test_two_runs_agree_bit_for_bit() -> None:
             adamw(state, AdamWSettings(), work=work, impl="triton")
         results.append(state.weights)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+@pytest.mark.parametrize("bad", [None, "known", "rest"])
+def test_known_squares_stand_for_gradients_that_are_not_read(bad: str | None, programs: int) -> None:
+    pytest.importorskip("triton")
+    from ridgeline.ops._triton.support import Launch
+    from ridgeline.ops.optimizer.triton import adamw_raw, workspace
+
+    both = [make_state() for _ in range(2)]
+    for state in both:
+        state.gradient[:M] = gradient_of(1)
+    rest = ((0, 300), (896, 897), (1024, M - 5))
+    gradient = both[0].gradient[:M].clone()
+    for first, end in rest:
+        gradient[first:end] = 0
+    partials = torch.zeros(1000, device=DEVICE)
+    partials[3], partials[999] = gradient[:700].square().sum(), gradient[700:].square().sum()
+    if bad == "known":
+        partials[999] = float("nan")
+    elif bad == "rest":
+        both[0].gradient[M - 6] = float("inf")
+    launch = Launch(rows=1, columns=128, warps=4, per_processor=programs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ridgeline.ops.optimizer.triton.processors", lambda _: 1)
+        known = KnownSquares(partials, rest)
+        adamw_raw(both[0], AdamWSettings(), workspace(DEVICE), known=known, plan=launch)
+    if bad is not None:
+        assert both[0].skipped.tolist() == [1, 1]
+        assert torch.equal(both[0].weights, make_state().weights)
+        return
+    adamw(both[1], AdamWSettings(), impl="reference")
+    torch.testing.assert_close(both[0].ring[0], both[1].ring[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(both[0].weights, both[1].weights, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,16 @@ from ridgeline.ops.linear.wgrad import Gradient, share_out
 
 WGRAD = """#include "wgrad_sm90.cu"
 extern "C" const char* run(const Problems* problems, const int* starts, const Share* shares, float* tiles, float* sums,
-                           int grid, int random, int late) {
-  auto kernel = [=] { weight_gradients(*problems, starts, shares, tiles, sums); };
+                           float* squares, int grid, int random, int late) {
+  auto kernel = [=] { weight_gradients(*problems, starts, shares, tiles, sums, squares); };
   return emulation::launch(grid, 384, random, late, kernel, 1 + PAIRED);
 }
 """
 REDUCE = """#include "ridgeline/hopper.cuh"
 #define __shared__ static
 #include "reduce.cu"
-extern "C" const char* run(const Jobs* jobs, int count, int grid, int random) {
-  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count); });
+extern "C" const char* run(const Jobs* jobs, int count, float* squares, int grid, int random) {
+  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, squares); });
 }
 """
 
@@ -33,10 +33,22 @@ def pointer(x: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(x.data_ptr())
 
 
-def run_jobs(emulation: Any, jobs: list[Job]) -> None:
+def run_jobs(emulation: Any, jobs: list[Job]) -> Tensor:
+    """The sums of squares that the blocks leave; with none asked for, the results are the same."""
     packed, grid = reduce.pack(jobs)
+    squares, before = torch.full((grid,), float("nan")), [job.dst_RC.clone() for job in jobs]
     run = emulation.compile(REDUCE, {"MAX_JOBS": reduce.MAX_JOBS}, wgrad.SOURCE.parent)
-    assert run(ctypes.create_string_buffer(packed), len(jobs), grid, 1) is None
+    assert run(ctypes.create_string_buffer(packed), len(jobs), pointer(squares), grid, 1) is None
+    results = [job.dst_RC.clone() for job in jobs]
+    for job, start in zip(jobs, before, strict=True):
+        job.dst_RC.copy_(start)
+    assert run(ctypes.create_string_buffer(packed), len(jobs), None, grid, 1) is None
+    assert all(same(job.dst_RC, result) for job, result in zip(jobs, results, strict=True))
+    return squares
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
 
 
 @pytest.mark.slow
@@ -72,12 +84,13 @@ def test_whole_kernels_match_float64(
     operands = [*(g.dy_NM for g in gradients), *(g.x_NK for g in gradients)]
     problems = wgrad.pack(gradients, [bytes(emulation.maps((x, (64, 64)))[0]) for x in operands])
     run = emulation.compile(WGRAD, wgrad.macros(plan, tile_n, torch.bfloat16) | {"STAGES": 3}, wgrad.SOURCE.parent)
+    squares = torch.full((wgrad.CONSUMERS * len(plan.work),), float("nan"))
     fault = run(
         ctypes.create_string_buffer(problems), pointer(starts), pointer(shares), pointer(tiles), pointer(sums),
-        len(plan.work), 3, int(late),
+        pointer(squares), len(plan.work), 3, int(late),
     )  # fmt: skip
     assert fault is None
-    run_jobs(emulation, wgrad.jobs_of(gradients, plan, tiles, sums))
+    left = run_jobs(emulation, wgrad.jobs_of(gradients, plan, tiles, sums))
     for gradient, (weight, bias) in zip(gradients, before, strict=True):
         dy, x = gradient.dy_NM.double(), gradient.x_NK.double()
         expected = dy.t() @ x + (weight.double() if gradient.add_weight else 0)
@@ -85,6 +98,11 @@ def test_whole_kernels_match_float64(
         torch.testing.assert_close(gradient.dweight_MK.double(), expected, rtol=rounding, atol=1e-3)
         if bias is not None:
             torch.testing.assert_close(gradient.dbias_M.double(), dy.sum(0) + bias.double(), rtol=1e-4, atol=1e-3)
+    truth = 0.0
+    for gradient in gradients:
+        dy, x = gradient.dy_NM.double(), gradient.x_NK.double()
+        truth += float((dy.t() @ x).square().sum() + (gradient.dbias_M is not None) * dy.sum(0).square().sum())
+    assert float(squares.double().sum() + left.double().sum()) == pytest.approx(truth, rel=1e-6)
 
 
 def test_sums_of_few_and_of_many_shares(emulation: Any) -> None:
@@ -92,10 +110,21 @@ def test_sums_of_few_and_of_many_shares(emulation: Any) -> None:
     few, many, odd = torch.randn(3, 9, 36), torch.randn(100, 1, 70), torch.randn(30, 2, 5)
     out = [torch.full((9, 36), float("nan")), torch.randn(1, 70).bfloat16(), torch.full((2, 7), float("nan"))[:, :5]]
     kept = out[1].clone()
-    run_jobs(emulation, [Job(few, out[0]), Job(many, out[1], True), Job(odd, out[2])])
+    squares = run_jobs(emulation, [Job(few, out[0]), Job(many, out[1], True), Job(odd, out[2])])
     torch.testing.assert_close(out[0], few.sum(0))
     torch.testing.assert_close(out[1], (kept.float() + many.sum(0)).bfloat16())
     torch.testing.assert_close(out[2], odd.sum(0))
+    expected = [few.sum(0), many.sum(0), odd.sum(0)]
+    torch.testing.assert_close(squares.sum(), torch.stack([x.square().sum() for x in expected]).sum())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("which", [0, 1])
+def test_squares_of_what_is_not_finite_are_not_finite(emulation: Any, which: int, bad: float) -> None:
+    shares = [torch.randn(3, 9, 36), torch.randn(100, 1, 70)]
+    shares[which][-1, -1, -1] = bad
+    squares = run_jobs(emulation, [Job(part, torch.empty(part.shape[1:])) for part in shares])
+    assert not squares.sum().isfinite()
 
 
 GPT2 = [(768, 256, True), (256, 256, True), (1024, 256, True), (256, 1024, True)]
@@ -165,8 +194,21 @@ def test_weight_gradients_on_the_card(dtype: torch.dtype, N: int) -> None:
     nan = lambda *s: torch.full(s, float("nan"), device="cuda")  # noqa: E731
     gradients = [Gradient(normal(N, M), normal(N, K), nan(M, K), nan(M) if bias else None) for M, K, bias in shapes]
     partials, extra = torch.randn(264, 1, 512, device="cuda"), nan(1, 512)
+    left = [nan(1 << 14) for _ in range(2)]
+    counts: list[int] = []
+
+    def room(count: int) -> Tensor:
+        counts.append(count)
+        return left[len(counts) - 1][:count]
+
     for _ in range(2):
-        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)])
+        wgrad.weight_gradients_raw(gradients, also=[Job(partials, extra)], room=room)
+    squares = [x[: counts[0]] for x in left]
+    results = [extra, *(x for g in gradients for x in (g.dweight_MK, g.dbias_M) if x is not None)]
+    assert torch.equal(*squares)
+    assert float(squares[0].double().sum()) == pytest.approx(
+        sum(float(x.double().square().sum()) for x in results), rel=1e-6
+    )
     first = [g.dweight_MK.clone() for g in gradients]
     wgrad.weight_gradients_raw(gradients)
     torch.testing.assert_close(extra, partials.sum(0))

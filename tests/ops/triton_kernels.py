@@ -203,21 +203,22 @@ def embedding_cases() -> dict[str, Case]:
     }
 
 
-def optimizer_cases() -> dict[str, Case]:
+def plan_cases() -> dict[str, Case]:
     from ridgeline.ops.optimizer import triton as optimizer
-    from ridgeline.ops.optimizer import triton_muon as muon
 
-    M = 20_000_000
-    plan, update = optimizer.plan_config(M), optimizer.update_config(M)
+    plan = optimizer.plan_config(20_000_000)
     return {
-        "adamw plan": Case(
+        f"adamw plan{name}": Case(
             optimizer.adamw_plan_kernel,
             pointers(
                 "fp32 gradient partials plan rates applied ring loss weight scale; i32 arrivals growth;"
                 "i64 seed_step skipped"
-            ),
+            )
+            | known,
             {
                 "M": "i32/16",
+                "known": "i32",
+                "pieces": "i32",
                 "rates": "i32",
                 "max_norm": "fp32",
                 "growth": "fp32",
@@ -231,9 +232,22 @@ def optimizer_cases() -> dict[str, Case]:
                 "BLOCK_P": 1024,
                 "BLOCK": plan.columns,
                 "STAGES": plan.stages,
+                **({} if known else {"known_ptr": None, "pieces_ptr": None}),
             },
             plan,
-        ),
+        )
+        for name, known in (("", {}), (", squares known", pointers("fp32 known; i64 pieces")))
+    }
+
+
+def optimizer_cases() -> dict[str, Case]:
+    from ridgeline.ops.optimizer import triton as optimizer
+    from ridgeline.ops.optimizer import triton_muon as muon
+
+    M = 20_000_000
+    update = optimizer.update_config(M)
+    return {
+        **plan_cases(),
         "adamw update": Case(
             optimizer.adamw_update_kernel,
             pointers("fp32 weights gradient moment_1 moment_2 plan; bf16 copy"),

@@ -184,3 +184,7 @@ def test_engines_stand_beside_each_other_in_one_order():
     assert [row[-2] for row in table] == ["3", "30", "–", "–"]  # the first step, from the group that measured it
     assert [row[-1] for row in table] == ["7.27×", "2.00×", "2.50×", "–"]  # each within its group
     assert docs.MISSING in docs.written("<!-- from records: engines -->\n<!-- end -->", [samples.ladder()])
+    together = replace(record, contenders=[replace(c, first_step_s=None) for c in record.contenders])
+    other = replace(record, card="NVIDIA A100", contenders=[replace(c, first_step_s=99.0) for c in record.contenders])
+    text = docs.written("<!-- from records: engines -->\n<!-- end -->", [together, other, record])
+    assert rows(text) == table  # first steps of an older run on such a card

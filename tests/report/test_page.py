@@ -14,7 +14,7 @@ import pytest
 from report import samples
 from ridgeline.cli import main
 from ridgeline.records import write_record
-from ridgeline.report.page import CONTENTS, build_page, write_images
+from ridgeline.report.page import CONTENTS, build_page, chapters, write_images
 from ridgeline.report.palette import PAGE
 
 
@@ -93,7 +93,18 @@ def test_a_long_list_of_contents_is_closed_and_equal_titles_are_told_apart():
     assert "<details><summary>Contents" in page
     titles = re.findall(r'<li><a href="#chapter-\d+">(.*?)</a>', page)
     assert len(set(titles)) == len(titles) > CONTENTS
-    assert "hal-5m, batch 512 × 128, bf16, record 2" in titles
+    assert "hal-5m, batch 512 × 128, bf16, 2026-11-29, record 2" in titles
+    newer = replace(samples.smaller(), date="2026-12-24T00:00:00+00:00")
+    told = [chapter.title for chapter in chapters([samples.smaller(), newer])]
+    assert told == [f"hal-5m, batch 512 × 128, bf16, {day}" for day in ("2026-11-29", "2026-12-24")]
+
+
+def test_a_long_name_leaves_room_for_what_stands_beside_it():
+    name = "gpt2-c256+optimizer.lr=3e-4+optimizer.floor=3e-4"
+    page = build_page([replace(samples.smaller(), contenders=[samples.result(name, 3.0, 512, 128)])])
+    parts = "".join(f"<span>{part}</span>" for part in ("gpt2-c256", "+optimizer.lr=3e-4", "+optimizer.floor=3e-4"))
+    assert f'<td class=" long">{parts}</td>' in page
+    assert 'long">hal-5m' not in page
 
 
 def test_images(tmp_path):

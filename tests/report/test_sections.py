@@ -9,6 +9,7 @@ import pytest
 
 from report import samples
 from ridgeline.errors import ConfigError
+from ridgeline.report.draw import Bar, Gain, ladder
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, overview_section, rungs_of, timed
@@ -99,6 +100,14 @@ def test_all_workloads_at_a_glance_with_the_ladder_first():
     assert [chapter.title for chapter in chapters([samples.smaller()])] == ["hal-5m, batch 512 × 128, bf16"]
 
 
+def test_ratios_are_explained_where_there_are_some():
+    whole = samples.smaller()
+    alone = replace(whole, contenders=whole.contenders[:1])
+    first, second = (next(bench_sections(record, 0)) for record in (whole, alone))
+    assert any("× PyTorch is the ratio" in note for note in first.notes)
+    assert not second.notes
+
+
 def test_columns_without_a_number_are_left_out():
     bare = [replace(c, overlap=None, first_step_s=None) for c in samples.smaller().contenders]
     section = next(bench_sections(replace(samples.smaller(), contenders=bare), 0))
@@ -135,12 +144,28 @@ def test_sweeps_over_batch_and_cards():
     assert {name: list(sweep.members) for name, sweep in kinds.items()} == {"batch": [512, 1024], "cards": [1, 2]}
     table = table_of(sweep_section(kinds["cards"], [base, larger, two], 0))
     assert table["best"] == ["9.93 M", "19.0 M"]
-    assert table["eager"] == ["1.84 M", "–"]
+    assert "eager" not in table  # timed on one card alone
+    assert list(table_of(sweep_section(kinds["batch"], [base, larger, two], 0))) == [c.name for c in timed(base)]
     again = replace(base, date="2026-12-24T00:00:00+00:00")
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
     alone = replace(again, contenders=again.contenders[:1])
     assert sweeps([alone, base, larger])[0].members == {512: 1, 1024: 2}  # that has PyTorch beside `best`
     assert [sweep.kind.name for sweep in sweeps([base, replace(two, date=again.date)])] == []  # not of one run
+
+
+def test_who_was_timed_once_is_no_part_of_a_sweep():
+    base = samples.smaller()
+    larger = replace(base, workload=replace(base.workload, batch=1024), contenders=base.contenders[:1])
+    (sweep,) = sweeps([base, larger])
+    section = sweep_section(sweep, [base, larger], 0)
+    assert list(table_of(section)) == [base.contenders[0].name]
+    (legend,) = section.chart(LIGHT, False).legends
+    assert [text.get_text() for text in legend.get_texts()] == [base.contenders[0].name]
+    assert [chapter.folded for chapter in chapters([base, larger])].count(True) == 1  # the one of a single contender
+    other = replace(larger, contenders=base.contenders[1:2])
+    assert sweeps([replace(base, contenders=base.contenders[:1]), other]) == []
+    two = [replace(record, gpus=2) for record in (base, larger)]
+    assert [sweep.title for sweep in sweeps(two)] == ["hal-5m, windows of 128, bf16, 2 cards"]
 
 
 def test_numbers_of_cards_in_one_record_are_a_sweep():
@@ -209,6 +234,34 @@ def test_a_legend_stays_on_the_page(narrow):
     ]  # fmt: skip
     box = legend.get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_names_in_a_legend_leave_out_what_all_share_and_are_broken(narrow):
+    shared = "+optimizer.lr=3e-4+optimizer.floor=3e-4+optimizer.warmup=0+optimizer.betas=[0.9,0.999]"
+    own = "+optimizer.algorithm=adamw+optimizer.weight_decay=0.01+steps=2400+positions=learned+optimizer.stable=0.5"
+    names = [f"gpt2-c256{shared}", f"fast-c256{own}{shared}"]
+    curves = [{"figure": "loss", "name": name, "x": [1, 2], "y": [2.0, 1.0]} for name in names]
+    (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
+    figure = section.chart(LIGHT, narrow)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    first, second = (text.get_text() for text in legend.get_texts())
+    assert (first, second.replace("\n", "")) == ("gpt2-c256", f"fast-c256{own}")
+    box, (axes,) = legend.get_window_extent(), figure.axes
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert list(table_of(section)) == ["gpt2-c256", f"fast-c256{own}"]
+    assert section.notes == (
+        "All with optimizer.lr=3e-4, optimizer.floor=3e-4, optimizer.warmup=0, optimizer.betas=[0.9,0.999].",
+    )
+    assert axes.get_window_extent().height > 1.5 * figure.dpi  # however many lines the legend takes
+
+
+def test_the_legend_of_a_ladder_names_what_is_here_wherever_it_begins():
+    steps = [Gain(label="m0 → m1", ours=None, article=1.3), Gain(label="m1 → m2", ours=1.2, article=2.1)]
+    bar = Bar(label="m0", value=1.0, role="rung", text="1")
+    (legend,) = ladder([bar], steps, "tokens/s", "article")(LIGHT, False).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["article", "here"]
 
 
 def test_a_figure_beneath_another():

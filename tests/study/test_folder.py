@@ -120,7 +120,7 @@ def test_a_file_is_whole_or_told(tmp_path: Path) -> None:
         ("search --base gpt2-c256 --data words.txt --seed -1", "seed of a search must be from 0 to 4294967295, got -1"),
         ("search --base gpt2-c256 --data words.txt --least-steps 0", "least_steps must be at least 1, got 0"),
         ("inversion --device cpu --batch 0", "needs batch ≥ 1"),
-        ("inversion --device cpu --context 0", "context from 1 to 256, got 4 and 0"),
+        ("inversion --device cpu --context 0", "needs batch ≥ 1 and context ≥ 1, got 4 and 0"),
         ("inversion --device cpu --out .", "is a folder; give the name of a file"),
         ("inversion --device cpu --out words.txt/record.json", "cannot write"),
     ],

@@ -11,6 +11,7 @@ from ridgeline.train import resume, train
 from ridgeline.train.config import ENGINES
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.settings import override
+from ridgeline.train.validate import Evaluation
 
 pytestmark = pytest.mark.gpu
 
@@ -77,6 +78,21 @@ def test_stages_on_the_card_are_those_of_the_host(on_card, monkeypatch):
         patched.setattr("ridgeline.train.engines.fits", lambda batches, device: False)
         train(override(staged, {"out": "host"}))
     assert torch.equal(losses("run"), losses("host"))
+
+
+@pytest.mark.parametrize("engine", ["best", "graph", "m3"])
+def test_a_captured_validation_is_the_one_call_by_call(on_card, engine, monkeypatch):
+    pairs, evaluate = [], Evaluation.__call__
+
+    def twice(self, by_head=None):
+        plain = Evaluation(self._step, self._validation, self._device, capture=False)
+        pairs.append((evaluate(self), evaluate(plain)))
+        return pairs[-1][0]
+
+    monkeypatch.setattr(Evaluation, "__call__", twice)
+    train(override(on_card, {"engine": engine, "eval_interval": 5}))
+    assert len({captured for captured, _ in pairs}) == 6
+    assert all(captured == plain for captured, plain in pairs)
 
 
 def test_muon_trains_on_the_card(on_card):

@@ -12,11 +12,12 @@ from ridgeline import checkpoint
 from ridgeline.data.api import load_dataset
 from ridgeline.engine import Replicas
 from ridgeline.errors import CheckpointError, ConfigError, DataError, UnsupportedError
-from ridgeline.train import DivergedError, loop, resume, train
+from ridgeline.train import DivergedError, loop, resume, state, train
 from ridgeline.train.metrics import read_metrics
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import from_dict, override, read_toml
 from ridgeline.train.step import TorchStep
+from ridgeline.train.validate import Evaluation
 
 TIMES = ("seconds",)
 
@@ -50,7 +51,7 @@ def test_a_run_learns_and_leaves_config_metrics_and_two_checkpoints(config, chan
 
 def test_best_is_the_lowest_validation_also_across_a_stop(config, change, monkeypatch):
     losses = iter([3.0, 2.0, 2.5, 2.0, 1.5, 9.0])  # after steps 3, 6, 9, 12; then of the run that goes on, 15 and 18
-    monkeypatch.setattr("ridgeline.train.loop.validate", lambda *_: next(losses))
+    monkeypatch.setattr(Evaluation, "__call__", lambda *_: next(losses))
     config = change(config, eval_interval=3, checkpoint_interval=100)
     train(config)
     assert checkpoint.load("run/best").meta["step"] == 6  # equal is not better
@@ -59,6 +60,26 @@ def test_best_is_the_lowest_validation_also_across_a_stop(config, change, monkey
     best, last = checkpoint.load("run/best").meta, checkpoint.load("run/last").meta
     assert (best["step"], best["val_loss"], best["best_loss"]) == (15, 1.5, 1.5)
     assert (last["step"], last["val_loss"], last["best_loss"]) == (18, 9.0, 1.5)
+
+
+def test_checkpoints_are_no_more_often_than_asked_and_best_is_of_its_own_step(config, change, monkeypatch):
+    losses, written = iter([3.0, 2.0, 2.5, 2.0, 3.0, 2.0]), []  # after steps 3, 6, 9, 12; of the short run, 3 and 6
+    monkeypatch.setattr(Evaluation, "__call__", lambda *_: next(losses))
+    write = state.Content.write
+
+    def noted(self, folder):
+        written.append((folder.name, self.meta["step"]))
+        write(self, folder)
+
+    monkeypatch.setattr(state.Content, "write", noted)
+    config = change(config, optimizer=change(config.optimizer, warmup=0, floor=config.optimizer.lr), eval_interval=3)
+    train(change(config, checkpoint_interval=8))
+    assert written == [("last", 0), ("best", 6), ("last", 8), ("last", 12)]
+    train(change(config, steps=6, out="short"))
+    best, short = checkpoint.load("run/best"), checkpoint.load("short/last")
+    assert best.tensors.keys() == short.tensors.keys()
+    for name, tensor in short.tensors.items():
+        assert torch.equal(best.tensors[name], tensor), name
 
 
 def test_equal_seeds_give_equal_runs_and_others_do_not(config, change):
@@ -166,8 +187,11 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(conf
     assert losses[6] is not None
     assert losses[7] is None
     saved = checkpoint.load("run/last")
-    assert saved.meta["step"] == 5
+    assert saved.meta["step"] == 4
     assert all(tensor.isfinite().all() for tensor in saved.group("model").values())
+    best = checkpoint.load("run/best")
+    assert best.meta["step"] == 5
+    assert all(tensor.isfinite().all() for tensor in best.group("model").values())
 
 
 def test_init_from_takes_weights_alone(config, change):
@@ -198,9 +222,9 @@ def test_processes_draw_masks_of_their_own_also_after_a_stop(config):
             run.restore(saved)
         return tuple(torch.rand(4).tolist())
 
-    for step in (5, 8):
+    for step in (4, 8):
         _stopped_at(config, f"stop{step}", step)
-    stops = [checkpoint.load(f"stop{step}/last") for step in (5, 8)]
+    stops = [checkpoint.load(f"stop{step}/last") for step in (4, 8)]
     drawn = [first_numbers(rank, saved) for saved in (None, *stops) for rank in (0, 1, 2)]
     assert len(set(drawn)) == len(drawn)
     assert first_numbers(1) == drawn[1]

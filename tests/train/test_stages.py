@@ -39,15 +39,15 @@ def test_each_stage_has_its_windows(config, change):
 
 def _stopped(monkeypatch, config, step):
     """A run that was cut off when the checkpoint of a step was written."""
-    save = state.save
+    write = state.Content.write
 
-    def stopping(folder, config, progress, *rest):
-        save(folder, config, progress, *rest)
-        if progress.step == step:
+    def stopping(self, folder):
+        write(self, folder)
+        if self.meta["step"] == step:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(state, "save", stopping)
+        patched.setattr(state.Content, "write", stopping)
         with pytest.raises(KeyboardInterrupt):
             train(config)
 

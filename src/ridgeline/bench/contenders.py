@@ -83,6 +83,8 @@ def find_contender(asked: str) -> Contender:
         UnsupportedError: a rung with a change that it does not know.
     """
     name, *variants = asked.split(":")
+    if not asked:
+        raise ConfigError("the name of a contender is empty; name them with commas between them, such as eager,compile")
     if name not in CONTENDERS and not is_rung(name):
         raise ConfigError(nearest(name, CONTENDERS, "contender"))
     for variant in variants:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -28,14 +30,21 @@ def _circumstances(result: DoctorResult) -> list[str]:
     return [*lines, f"          {known}; {measured}"]
 
 
+def _by_reason(others: Mapping[str, str]) -> str:
+    """What cannot be used, a line a reason, those with the same one together."""
+    named: dict[str, list[str]] = {}
+    for name, reason in others.items():
+        named.setdefault(reason, []).append(name)
+    return "\n".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+
+
 def _ops(result: DoctorResult) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
     table.title = f"ops of {result.preset} in {result.precision}"
     for header in ("op", "uses", "and not"):
         table.add_column(header, overflow="fold")
     for choice in result.ops:
-        others = [f"{impl}: {reason}" for impl, reason in choice.others.items()]
-        table.add_row(choice.op, choice.uses, "\n".join(others))
+        table.add_row(choice.op, choice.uses, _by_reason(choice.others))
     return table
 
 
@@ -45,8 +54,7 @@ def _sdpa(result: DoctorResult) -> Table:
         table.add_column(header, overflow="fold")
     for answer in result.sdpa:
         held = f"{answer.score_bytes / MIB:.2f} MiB a window and layer" if answer.score_bytes else "no"
-        others = [f"{backend}: {reason}" for backend, reason in answer.others.items()]
-        table.add_row(answer.call, answer.backend, held, "\n".join(others))
+        table.add_row(answer.call, answer.backend, held, _by_reason(answer.others))
     return table
 
 

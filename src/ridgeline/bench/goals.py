@@ -83,8 +83,11 @@ def find_records(folder: str | Path, kinds: Sequence[str] = ("bench",)) -> list[
     """Every record of some kinds below a folder, newest first, each number of cards for itself.
 
     Raises:
+        ConfigError: there is no such folder.
         RecordError: one of them was edited or is no record.
     """
+    if not Path(folder).is_dir():
+        raise ConfigError(f"{folder} is no folder of records; run this where it is, or name one")
     records = [part for file in sorted(Path(folder).rglob("*.json")) for part in read_record(file).parts()]
     return sorted((r for r in records if r.kind in kinds), key=lambda r: r.date, reverse=True)
 
@@ -117,10 +120,13 @@ def table(verdicts: Sequence[Verdict]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table for a goals file and a folder of records; 2 where they cannot be read."""
+    """Prints the table for a goals file and a folder of records, without them this project's; 2 where they cannot be
+    read."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    file, folder = given if len(given) == 2 else ("benchmarks/goals.toml", "benchmarks/results")
     try:
+        if len(given) not in (0, 2):
+            raise ConfigError(f"name a file of goals and a folder of records, or neither; got {' '.join(given)}")
+        file, folder = given or ("benchmarks/goals.toml", "benchmarks/results")
         records = find_records(folder)
         print(table([judge(goal, records) for goal in read_goals(file)]))
     except RidgelineError as error:

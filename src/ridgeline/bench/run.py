@@ -27,7 +27,7 @@ from ridgeline.cost import Utilisation, floor_of, step_utilisation, table_rates
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import check_precision, present
 from ridgeline.models.accounting import step_cost
-from ridgeline.records import ContenderResult, Record
+from ridgeline.records import ContenderResult, Record, WorkloadInfo
 
 ANCHORS = ("best", "compile+graph")  # in every group
 Say = Callable[[str], None]
@@ -295,5 +295,13 @@ def _check_alike(onto: Record, blank: Record) -> None:
         theirs, mine = getattr(onto, name), getattr(blank, name)
         if theirs != mine:
             raise ConfigError(
-                f"the record to go on with has {name} {theirs}, this run {mine}; write a record of its own"
+                f"the record to go on with has {name} {_told(theirs)}, this run {_told(mine)}; "
+                "write a record of its own"
             )
+
+
+def _told(value: object) -> str:
+    """What records must have in common, in words."""
+    if isinstance(value, WorkloadInfo):
+        return f"{value.name} {value.batch} × {value.context} {value.precision}"
+    return ", ".join(f"{name} {what}" for name, what in value.items()) if isinstance(value, dict) else str(value)

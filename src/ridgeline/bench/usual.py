@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import torch
@@ -39,8 +40,22 @@ def record_file(record: Record, folder: str | Path) -> Path:
     return file
 
 
+def check_folder(folder: str | Path) -> None:
+    """Makes a folder for records, and tries it before anything is measured in vain.
+
+    Raises:
+        ConfigError: nothing can be written there.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unwritten(folder, error) from error
+
+
 def store(record: Record, file: Path) -> Path:
-    """Write a record to where an option --out says.
+    """Write a record.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -48,5 +63,8 @@ def store(record: Record, file: Path) -> Path:
     try:
         return write_record(record, file)
     except OSError as error:
-        reason = f"{file} cannot be written: {error.strerror}; choose another folder with --out"
-        raise ConfigError(reason) from error
+        raise _unwritten(file, error) from error
+
+
+def _unwritten(place: str | Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{place} cannot be written: {error.strerror}; choose another folder")

@@ -52,12 +52,15 @@ def _rows(record: Record) -> list[list[str]]:
     """Headers, then a line a contender; one that failed ends with its reason."""
     several = any(result.gpus is not None for result in record.contenders)
     timed = [result for result in record.contenders if result.error is None]
+    compared = any(against(result, record) for result in timed)
     shown = [(title, cell) for title, cell in COLUMNS if any(cell(result) != NONE for result in timed)]
-    rows = [["contender", "group", *(["cards"] if several else []), *(title for title, _ in shown), "× ref"]]
+    titles = [*(["cards"] if several else []), *(title for title, _ in shown), *(["× ref"] if compared else [])]
+    rows = [["contender", "group", *titles]]
     for result in record.contenders:
         place = [result.name, str(result.group), *([str(result.gpus)] if several else [])]
         if result.error is None:
-            rows.append([*place, *(cell(result) for _, cell in shown), against(result, record)])
+            ratios = [against(result, record)] if compared else []
+            rows.append([*place, *(cell(result) for _, cell in shown), *ratios])
         else:
             rows.append([*place, result.error])
     return rows
@@ -86,7 +89,7 @@ def table(record: Record) -> str:
         lines.append(f"clock {_range(during['sm_mhz'])} MHz  power {_range(during['power_w'])} W  "
                      f"throttled by: {', '.join(during['throttle']) or 'nothing'}")  # fmt: skip
     lines += _aligned(_rows(record))
-    references = {_reference(record, result.group) for result in record.contenders} - {None}
+    references = {_reference(record, result.group) for result in record.contenders if against(result, record)}
     lines += [f"× ref: over {name} of the same group" for name in sorted(map(str, references))]
     over = over_pytorch(record)
     if over is not None:

@@ -34,11 +34,10 @@ class Workload:
     precision: str = "bf16"
 
     def __post_init__(self) -> None:
-        if self.batch < 1 or not 1 <= self.context <= self.model.decoder.context:
-            raise ConfigError(
-                f"{self.name} needs batch ≥ 1 and context from 1 to {self.model.decoder.context}, "
-                f"got {self.batch} and {self.context}"
-            )
+        if self.batch < 1 or self.context < 1:
+            raise ConfigError(f"{self.name} needs batch ≥ 1 and context ≥ 1, got {self.batch} and {self.context}")
+        if self.context > self.model.decoder.context:
+            raise ConfigError(f"{self.name} has {self.model.decoder.context} positions, got context {self.context}")
 
     @property
     def tokens(self) -> int:

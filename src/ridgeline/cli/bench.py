@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 
 from ridgeline.bench.plan import CPU_PLAN, Plan
 from ridgeline.bench.run import check_run, run_bench
-from ridgeline.bench.usual import record_file, store, usual_contenders
+from ridgeline.bench.usual import check_folder, record_file, store, usual_contenders
 from ridgeline.bench.view import table
 from ridgeline.bench.workloads import Workload, vary, workload
 from ridgeline.cli.output import Flag, parse
@@ -71,8 +71,12 @@ class Options:
     json: Flag = False
 
 
+def _listed(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
 def _numbers(text: str) -> list[int]:
-    words = text.split(",")
+    words = _listed(text)
     if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
         raise ConfigError(
             f"--gpus takes different numbers of cards with commas between them, such as 1,2; got {text!r}"
@@ -114,11 +118,12 @@ def run(arguments: Sequence[str]) -> int:
     if device.type == "cpu" and counts != [1]:
         raise ConfigError("--gpus counts CUDA cards, and the device is the CPU; leave it out")
     cases, plan = _cases(options, device), _plan(options, device)
-    names = options.contenders.split(",") if options.contenders else usual_contenders(cases[0], device)
+    names = _listed(options.contenders) if options.contenders else usual_contenders(cases[0], device)
     check_run(names, device, counts)
     onto = None if options.append is None else read_record(options.append)
     if onto is not None and len(cases) * len(counts) > 1:
         raise ConfigError("--append goes on with one record; leave out --vary and name one number of --gpus")
+    check_folder(options.out if options.append is None else Path(options.append).parent)
     files, records = [], []
     for case in cases:
         file, record = _measure(case, names, device, plan, counts, options, onto)

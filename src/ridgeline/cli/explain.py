@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 
 from ridgeline.bench.explain import explain_preset
 from ridgeline.bench.explain_view import render
-from ridgeline.bench.usual import record_file, store
+from ridgeline.bench.usual import check_folder, record_file, store
 from ridgeline.cli.output import Flag, parse
 from ridgeline.errors import ConfigError
 
@@ -82,6 +82,8 @@ def _measure(options: Options) -> int:
     odd = [name for name in ("device", "plan", "accumulation") if getattr(options, name) is not None]
     if odd:
         raise ConfigError(f"--measure runs the whole batch on the card that is here; leave out --{odd[0]}")
+    if options.out is not None:
+        check_folder(options.out)
     result = measure_preset(
         options.preset,
         engine=options.engine or "compile",

@@ -27,6 +27,7 @@ class Option:
         many: whether it takes any number of values of its one kind.
         optional: whether it may be unset, by a word for nothing.
         flag: whether it stands for true or false and takes no value.
+        blank: whether its value may be empty: it is by itself.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Option:
     many: bool = False
     optional: bool = False
     flag: bool = False
+    blank: bool = False
 
 
 class Place(typing.NamedTuple):
@@ -62,6 +64,8 @@ def find_mistake(kind: type, arguments: Sequence[str], verb: str, fixed: Mapping
             given += 1
             if given > len(positionals) and not (positionals and positionals[-1].many):
                 return f"unexpected argument {word!r}; leave it out or name its option, {help_}"
+            if not word:
+                return f"{positionals[min(given, len(positionals)) - 1].name} is empty; {help_}"
             continue
         name, equals, value = word.partition("=")
         option = options.get(name.replace("_", "-"))
@@ -93,14 +97,15 @@ def _describe(kind: type, prefix: str) -> tuple[dict[str, Option], list[Place]]:
             positionals.append(Place(field.name.upper(), field.default is dataclasses.MISSING, many))
         else:
             shorts = [short for note in notes for short in getattr(note, "aliases", None) or ()]
-            options |= {spelling: _option(spelling, hint) for spelling in (f"--{name}", *shorts)}
+            blank = field.default == ""
+            options |= {spelling: _option(spelling, hint, blank) for spelling in (f"--{name}", *shorts)}
             if hint is bool and FlagCreatePairsOff not in notes:
                 negated = f"--{prefix}no-{field.name}".replace("_", "-")
                 options[negated] = _option(negated, bool)
     return options, positionals
 
 
-def _option(name: str, hint: Any) -> Option:
+def _option(name: str, hint: Any, blank: bool = False) -> Option:
     optional = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
@@ -111,7 +116,7 @@ def _option(name: str, hint: Any) -> Option:
         kinds = list(typing.get_args(hint))
         many = kinds[-1] is Ellipsis
         return Option(name, tuple(kinds[:1] if many else kinds), many=many)
-    return Option(name, (hint,), optional=optional)
+    return Option(name, (hint,), optional=optional, blank=blank)
 
 
 def _names_option(word: str) -> bool:
@@ -144,6 +149,8 @@ def _check(option: Option, values: list[str], *, attached: bool) -> str | None:
             wanted = _words(kinds[0]) if len(kinds) == 1 else f"{len(kinds)} values"
             return f"{option.name} needs {wanted} after it, got {' '.join(values) or 'nothing'}"
     for kind, value in zip(kinds, values, strict=True):
+        if kind is str and not value and not option.blank:
+            return f"{option.name} needs a value after it, got an empty one"
         if not (option.optional and value in UNSET) and not _fits(kind, value):
             return f"{option.name} must be {_words(kind)}, got {value!r}"
     return None

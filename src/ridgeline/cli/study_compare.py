@@ -161,9 +161,9 @@ def _settings(options: Options) -> Mapping[str, Any]:
         given["window"] = {"context": options.context}
     settings = {**(QUICK if options.quick else {"eval_windows": 0}), **given}
     steps = settings.get("steps")
-    # a checkpoint at every validation would be most of a short run's time; they go with the run anyway. One lane: to
-    # measure whether two are faster takes as long as such a run
-    return {**settings, "lanes": 1, "track": [], **({"checkpoint_interval": steps} if steps else {})}
+    # checkpoints are most of a short run's time, and go with the run: one half-way. One lane: to measure whether two
+    # are faster takes as long as such a run
+    return {**settings, "lanes": 1, "track": [], **({"checkpoint_interval": max(1, steps // 2)} if steps else {})}
 
 
 def _print(result: Comparison, file: Path) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ridgeline.engine.slots import ALIGN, Slot
 from ridgeline.ops import known
-from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
+from ridgeline.ops.optimizer import KnownSquares
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink, Squares, join
 
 
 class Gradients:
@@ -36,9 +37,33 @@ class Gradients:
                 wide = copies[slot.offset : slot.offset + slot.padded.numel()].view(slot.padded)
                 setattr(leaf, known.ATTRIBUTE, wide)
         self._scratch: Tensor | None = None
+        self._squares: Squares | None = None
+
+    def ask_for_squares(self) -> None:
+        """From now on kernels that write gradients leave sums of their squares: see `known_squares`."""
+        self._squares = Squares(self.buffer.device)
+        for sink in self.sinks:
+            sink.squares = self._squares
+
+    def known_squares(self) -> KnownSquares | None:
+        """What is known of the squares of the last pass, once; None where all gradients are to be read.
+
+        Right where the buffer holds what that pass has written: nothing of other lanes or processes may be added.
+        """
+        if self._squares is None:
+            return None
+        partials, known_of = self._squares.settle()
+        if not known_of:
+            return None
+        pairs = zip(self.slots, self.sinks, strict=True)
+        return KnownSquares(
+            partials, tuple((s.offset, s.offset + s.size) for s, sink in pairs if id(sink) not in known_of)
+        )
 
     def begin(self, *, add: bool) -> None:
         """Starts a pass that adds to the gradients of an earlier one, or replaces them."""
+        if self._squares is not None:
+            self._squares.begin()
         for sink in self.sinks:
             sink.begin(add=add)
 
@@ -78,7 +103,8 @@ class Gradients:
 
     def buffers(self) -> list[Tensor]:
         """The device memory it holds."""
-        return [self.buffer] if self._scratch is None else [self.buffer, self._scratch]
+        squares = None if self._squares is None else self._squares.partials
+        return [tensor for tensor in (self.buffer, self._scratch, squares) if tensor is not None]
 
     @property
     def loss(self) -> Tensor:

@@ -136,9 +136,10 @@ class TrainStep:
         if whole or (weight is None and loss is None):
             weight = None if whole else _targets_that_count
         scaling = (scale or LossScale()) if self.precision.scaled else None
-        self.update = Update(self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed)
-        self.device = self.flat.device
-        self._user_loss = loss
+        self.update = Update(
+            self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed, whole=whole
+        )
+        self.device, self._user_loss = self.flat.device, loss
         call = self._call_loss
         if compile is not None:
             try:
@@ -326,6 +327,25 @@ class TrainStep:
         """The module computing with the weights of the step's precision, for evaluation and sampling."""
         with self.flat.swapped(), self.precision.products(), self.precision.forward(self.device):
             yield self.model
+
+    @property
+    def captures(self) -> bool:
+        """Whether what it runs is captured."""
+        return self._capture is not None
+
+    def captured(self, program: Program) -> Program:
+        """What runs `program` again and again, captured as a step is; it must change no state, and may read `weights`.
+
+        Results that it leaves in memory of the capture hold until the next step or captured program runs.
+
+        Raises:
+            UnsupportedError: steps are not captured, or the program cannot be.
+        """
+        if self._capture is None:
+            raise UnsupportedError("this step is not captured, so nothing beside it is")
+        if isinstance(self._capture, CudaCapture):
+            self._capture.warm_up(program)
+        return self._capture(program)
 
     @property
     def taken(self) -> int:

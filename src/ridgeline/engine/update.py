@@ -62,6 +62,8 @@ class Update:
         weighted: divide gradient and loss by the weight in their buffer.
         scale: the loss scale, or None where the loss is not scaled.
         seed: seed of the run, for the dropout masks.
+        whole: a step's gradients are what one backward pass wrote: no parts, lanes or processes add to them. Then the
+            kernels leave squares of what they write, and the norm reads the other gradients alone.
         impl: "triton" for the two kernels of ops.optimizer, "torch" for PyTorch's operations (about thirty launches);
             None for Triton where the model is on a card that runs it.
 
@@ -83,6 +85,7 @@ class Update:
         weighted: bool = False,
         scale: LossScale | None = None,
         seed: int = 0,
+        whole: bool = False,
         impl: str | None = None,
     ) -> None:
         if steps is not None and steps < 1:
@@ -104,6 +107,8 @@ class Update:
         if impl not in ("torch", "triton"):
             raise UnsupportedError(nearest(impl, ("torch", "triton"), "implementation of the update"))
         self._muon = MuonUpdate(flat, config, self.first, impl) if flat.start else None
+        if whole and impl == "triton":
+            flat.lanes[0].ask_for_squares()
         self._run = self._triton() if impl == "triton" else self._torch
 
     def _triton(self) -> Callable[[Tensor], None]:
@@ -143,7 +148,7 @@ class Update:
         work = workspace(flat.device)
 
         def run(loss: Tensor) -> None:
-            adamw_raw(state._replace(loss=loss), settings, work)
+            adamw_raw(state._replace(loss=loss), settings, work, known=flat.lanes[0].known_squares())
             if self._muon is not None:
                 self._muon(*plan_numbers(work))
 

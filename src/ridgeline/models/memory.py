@@ -12,11 +12,11 @@ from ridgeline.hardware import Precision
 from ridgeline.models.accounting import check_context, head_widths, loss_form, parameters, part_of
 from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig
 from ridgeline.models.plan import FUSED, StoragePlan
+from ridgeline.ops.cross_entropy.cost import chunk_rows
 from ridgeline.ops.norm.cost import statistics
 from ridgeline.ops.optimizer.cost import MASTER
 
 INDEX = 8  # bytes of a token, category or target as PyTorch's kernels take them
-CHUNK_ROWS = 4096  # rows of logits that the chunked loss holds at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ def _workspace(config: ModelConfig, N: int, T: int, store: Storage, plan: Storag
     classes = config.vocabulary if isinstance(config, LanguageConfig) else max(h.classes for h in config.heads)
     form = loss_form(plan, classes)
     if form == "chunked":
-        return max(N * block, min(N, CHUNK_ROWS) * classes * a)
+        return max(N * block, chunk_rows(N, classes) * classes * a)
     loss = classes * (8 + (a if a != 4 else 0)) if form == "plain" else 0
     return N * max(block, loss)
 

@@ -11,6 +11,10 @@ right, its gradient only leaves later.
 
 An op may write on a stream of its own, and say so with `beside`; whoever takes the sink next waits for that stream, and
 so does the step before it reads the gradients, by `join`.
+
+A kernel that writes gradients whole may leave sums of their squares (`Squares`), so that the norm of all gradients need
+not read them again. That holds for gradients that nothing is added to: whatever else is taken, given or added makes it
+void, and then they are read.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 
 ATTRIBUTE = "gradient_sink"
+ROOM = 1 << 14  # numbers of a pass: a warp's or a block's each, 4,000 at width 256
 
 
 class GradientSink:
@@ -34,6 +39,7 @@ class GradientSink:
         takes: how often it was taken in this pass.
         finishes: how often it was said to be finished.
         report: called whenever it is said to be finished; None where nobody listens.
+        squares: what takes the squares of what is written; None where nobody asks for them.
         streams: those that it is written on beside the backward pass, each with what it reads, kept alive until then.
     """
 
@@ -41,6 +47,7 @@ class GradientSink:
         self.target, self.add = target, False
         self.takes = self.finishes = 0
         self.report: Callable[[], None] | None = None
+        self.squares: Squares | None = None
         self.streams: dict[torch.cuda.Stream, list[object]] = {}
 
     def begin(self, *, add: bool) -> None:
@@ -75,6 +82,51 @@ class GradientSink:
         target, add = self.take()
         target.add_(gradient) if add else target.copy_(gradient)
         self.finished()
+
+
+class Squares:
+    """Numbers that add up to the sum of squares of some of a pass' gradients, left by the kernels that write these.
+
+    Args:
+        device: where they lie.
+
+    Attributes:
+        partials: fp32[ROOM].
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.partials = torch.zeros(ROOM, device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets the pass before."""
+        self._used = 0
+        self._sinks: list[GradientSink] = []
+
+    def claim(self, count: int, sinks: Sequence[GradientSink]) -> Tensor | None:
+        """fp32[count] for launches that write all of these sinks and nothing else; None if there is no room."""
+        start, end = self._used, self._used + count
+        if end > len(self.partials):
+            return None
+        self._used = end
+        self._sinks.extend(sinks)
+        return self.partials[start:end]
+
+    def settle(self) -> tuple[Tensor, set[int]]:
+        """What has been left in this pass, and the ids of the sinks it is of; of none, if one was written twice."""
+        kept, sinks = self.partials[: self._used], self._sinks
+        self.begin()
+        if any(sink.add or sink.takes != 1 for sink in sinks):
+            return self.partials[:0], set()
+        return kept, {id(sink) for sink in sinks}
+
+
+def room_for(sinks: Sequence[GradientSink]) -> Callable[[int], Tensor | None] | None:
+    """What gives launches that write just these sinks room for squares; None where they add or nobody asks."""
+    squares = sinks[0].squares if sinks else None
+    if squares is None or any(sink.squares is not squares or sink.add or sink.takes != 1 for sink in sinks):
+        return None
+    return lambda count: squares.claim(count, sinks)
 
 
 def join(sinks: Sequence[GradientSink]) -> None:

@@ -248,7 +248,7 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "climbed": climbed,
     "singles": singles,
     "windows": windows,
-    "engines": lambda records: _shown(engines.engines(newest(records))),
+    "engines": lambda records: _shown(engines.engines(newest(records), records)),
     "contexts": lambda records: _shown(engines.contexts(newest(records))),
     "scaling": scaling,
     "long-windows": studied.long_windows,
@@ -263,6 +263,7 @@ OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that ar
     "divergence": studied.divergence,
     "starts": studied.starts,
     "inversion": studied.inversion,
+    "search": studied.searched,
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ridgeline.report.names import broken, told_apart
 from ridgeline.report.palette import Palette
 from ridgeline.report.svg import NARROW_IN, WIDE_IN, Chart, new_figure
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 ROW_IN = 0.27
 LINES = 6  # colours for lines
 LABELLED = 7  # dots of a roofline that are named
-LETTER_IN, LEGEND_IN = 0.06, 0.6  # widths of a letter of a legend, and of a line's sample with the gaps beside it
+LETTER_IN, LEGEND_IN, LINE_IN = 0.065, 0.6, 0.2  # a letter of a legend, a line's sample with its gaps; a line's height
 CROWDED = (1.0, 0.18)  # decades of x and y within which two names would lie on each other
 
 
@@ -138,13 +139,14 @@ def ladder(found: Sequence[Bar], steps: Sequence[Gain], unit: str, theirs: str) 
 
 
 def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str) -> None:
+    first = next((row for row, step in enumerate(steps) if step.ours is not None), None)
     for row, step in enumerate(steps):
         ends = [value for value in (step.ours, step.article) if value is not None]
         axes.plot([min(ends), max(ends)], [row, row], color=palette["grid"], linewidth=3, solid_capstyle="round")
         axes.plot(step.article, row, "o", markersize=6.5, markerfacecolor="none", markeredgecolor=palette["article"],
                   markeredgewidth=1.6, label=theirs if row == 0 else "_")  # fmt: skip
         if step.ours is not None:
-            axes.plot(step.ours, row, "o", markersize=6.5, color=palette["rung"], label="here" if row == 0 else "_")
+            axes.plot(step.ours, row, "o", markersize=6.5, color=palette["rung"], label="here" if row == first else "_")
     _rows(axes, [step.label for step in steps], palette)
     axes.set_xlim(left=min(1.0, *(s.ours for s in steps if s.ours is not None)) - 0.12 if steps else 0)
     axes.axvline(1, color=palette["muted"], linewidth=0.8)
@@ -228,7 +230,8 @@ def lines(
     """Curves over one axis; `ticks` makes it logarithmic to base 2 with just these marks."""
 
     def draw(palette: Palette, narrow: bool) -> Figure:
-        figure = new_figure(2.9, narrow=narrow)
+        legend = _legend_of(found, narrow=narrow)
+        figure = new_figure(2.7 + legend.height, narrow=narrow)
         axes = figure.subplots()
         _draw_lines(axes, found, palette, "o" if ticks or len(found[0].x) < 30 else "")
         if ticks:
@@ -241,28 +244,52 @@ def lines(
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         _dress(axes, palette, grid="both")
-        _name_lines(figure, axes, palette, narrow=narrow)
+        legend.draw(figure, axes, palette)
         return figure
 
     return draw
 
 
-def _name_lines(figure: Figure, axes: Axes, palette: Palette, *, narrow: bool) -> None:
-    """A legend in as many columns as its names leave room for; a change of the first line's model is named alone."""
-    handles, labels = axes.get_legend_handles_labels()
-    if not labels:  # lines without a name
-        return
-    labels = [label.removeprefix(labels[0]) if label.startswith(f"{labels[0]}+") else label for label in labels]
-    room = (NARROW_IN if narrow else WIDE_IN) / (LEGEND_IN + LETTER_IN * max(len(label) for label in labels))
-    columns = max(1, min(int(room), 2 if narrow else 4))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, labelcolor=palette["ink"], fontsize=8)
+@dataclass(frozen=True, kw_only=True)
+class _Legend:
+    """Names of lines, in as many columns as there is room for; `height` in inches."""
+
+    labels: Sequence[str]
+    columns: int
+
+    @property
+    def height(self) -> float:
+        rows = math.ceil(len(self.labels) / max(1, self.columns))
+        return LINE_IN * rows * max((label.count("\n") + 1 for label in self.labels), default=0)
+
+    def draw(self, figure: Figure, axes: Axes, palette: Palette) -> None:
+        handles, _ = axes.get_legend_handles_labels()
+        if self.labels:
+            figure.legend(handles, self.labels, loc="outside upper left", ncols=self.columns, labelcolor=palette["ink"],
+                          fontsize=8)  # fmt: skip
+
+
+def _legend_of(found: Sequence[Line], *, narrow: bool) -> _Legend:
+    """What all names share is left out; a change of the first line's model is named alone; long names are broken."""
+    named = [line.label for line in found if line.label and not line.mark]
+    short, _ = told_apart(named)
+    first = next(iter(short.values()), "")
+    labels = [
+        name.removeprefix(first) if name.startswith(f"{first}+") else name for name in map(short.__getitem__, named)
+    ]
+    width = NARROW_IN if narrow else WIDE_IN
+    labels = [broken(label, int((width - LEGEND_IN) / LETTER_IN)) for label in labels]
+    longest = max((len(part) for label in labels for part in label.split("\n")), default=0)
+    room = int(width / (LEGEND_IN + LETTER_IN * longest))
+    return _Legend(labels=labels, columns=max(1, min(room, 2 if narrow else 4)))
 
 
 def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_labels: tuple[str, str]) -> Chart:
     """Two figures of the same runs over one axis, the lower one logarithmic."""
 
     def draw(palette: Palette, narrow: bool) -> Figure:
-        figure = new_figure(4.4, narrow=narrow)
+        legend = _legend_of(upper, narrow=narrow)
+        figure = new_figure(4.2 + legend.height, narrow=narrow)
         parts = figure.subplots(2, 1, sharex=True)
         for axes, found, y_label in zip(parts, (upper, lower), y_labels, strict=True):
             _draw_lines(axes, found, palette, "")
@@ -270,7 +297,7 @@ def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_
             _dress(axes, palette, grid="both")
         parts[1].set_yscale("log")
         parts[1].set_xlabel(x_label)
-        _name_lines(figure, parts[0], palette, narrow=narrow)
+        legend.draw(figure, parts[0], palette)
         return figure
 
     return draw

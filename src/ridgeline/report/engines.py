@@ -18,16 +18,18 @@ PYTORCH = ("eager", "graph", "compile", "reduce-overhead", "max-autotune", "comp
 PHASES: tuple[Phase, ...] = ("forward", "backward", "optimizer")
 
 
-def _first_step(record: Record, name: str) -> float | None:
-    """Seconds of a contender's first step, from the group that measured it."""
-    return next((r.first_step_s for r in record.contenders if r.name == name and r.first_step_s is not None), None)
+def _first_step(name: str, records: Sequence[Record]) -> float | None:
+    """Seconds of a contender's first step, from the newest group that measured it: a clock's, so of any run."""
+    results = (r for record in records for r in record.contenders)
+    return next((r.first_step_s for r in results if r.name == name and r.first_step_s is not None), None)
 
 
-def engines(records: Sequence[Record]) -> Table:
+def engines(records: Sequence[Record], others: Sequence[Record] = ()) -> Table:
     """Every engine and peer on each model: speed, phases, first step, and how much faster `best` is.
 
     Args:
         records: one of a workload.
+        others: further records, newest first, which may have measured first steps.
     """
     rows: list[list[Cell]] = []
     for model in MODELS:
@@ -39,13 +41,14 @@ def engines(records: Sequence[Record]) -> Table:
                 found.setdefault(result.name, result)  # of the first group, whose phases are measured
         for name in (*PYTORCH, *PEERS, SUBJECT):
             if record is not None and name in found:
-                rows.append(_row(record, found[name]))
+                alike = [r for r in others if (r.card, r.gpus, r.workload) == (record.card, record.gpus, asked)]
+                rows.append(_row(record, found[name], _first_step(name, [record, *alike])))
     headers = ("model", "engine", "ms a step", "tokens/s", *(f"{phase} ms" for phase in PHASES), "first step, s",
                f"`{SUBJECT}` against it")  # fmt: skip
     return Table(headers=headers, rows=rows).without_empty()
 
 
-def _row(record: Record, result: ContenderResult) -> list[Cell]:
+def _row(record: Record, result: ContenderResult, first_step_s: float | None) -> list[Cell]:
     over = None if result.name == SUBJECT else ratio(record, SUBJECT, result.name)
     return [
         words(f"`{'' if record.workload is None else record.workload.name}`"),
@@ -53,7 +56,7 @@ def _row(record: Record, result: ContenderResult) -> list[Cell]:
         number(result.step_ms, ".4g"),
         quantity(result.tokens_per_s),
         *(number((result.phases_ms or {}).get(phase), ".3g") for phase in PHASES),
-        number(_first_step(record, result.name), ".0f"),
+        number(first_step_s, ".0f"),
         Cell(text="–" if over is None else str(over)),
     ]
 

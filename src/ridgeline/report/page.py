@@ -20,6 +20,7 @@ from ridgeline.report.sections import (
     beside_section,
     overview_section,
     rungs_of,
+    timed,
     workload_name,
 )
 from ridgeline.report.series import (
@@ -33,7 +34,7 @@ from ridgeline.report.sweeps import sweep_section, sweeps
 
 TEMPLATE = "report.html.j2"
 CONTENTS = 12  # chapters from which the list of contents is closed until it is asked for
-FOLD = 2  # benchmarks of a sweep with more values than this are closed until they are asked for
+FOLD = 2  # benchmarks of a sweep with more values than this, or of one contender, are closed until they are asked for
 MODELS = ("hal-20m", "hal-5m", "gpt2-c256", "fast-c256", "gpt2-124m")
 
 
@@ -62,7 +63,12 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     overview = overview_section([records[index] for index in _in_order(records)])
     found = [] if overview is None else [Chapter(title="At a glance", sections=[overview])]
     swept = sweeps(records)
-    folded = {index for sweep in swept if len(sweep.members) > FOLD for index in sweep.members.values()}
+    folded = {
+        index
+        for sweep in swept
+        for index in sweep.members.values()
+        if len(sweep.members) > FOLD or len(timed(records[index])) == 1
+    }
     benchmarks = {
         index: Chapter(
             title=workload_name(records[index]),
@@ -83,20 +89,19 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     found += [chapter for index, record in enumerate(records) for chapter in _other(record, index)]
     if not found:
         raise ConfigError("there is nothing to report: name at least one record that a benchmark, study or race wrote")
-    return _told_apart(found)
+    return _told_apart(found, records)
 
 
-def _told_apart(found: Sequence[Chapter]) -> list[Chapter]:
-    """The chapters; where several have one title, each says the number of its record."""
-    times = Counter(chapter.title for chapter in found)
-
-    def numbered(chapter: Chapter) -> Chapter:
-        source = next((section.source for section in chapter.sections if section.source is not None), None)
-        if times[chapter.title] == 1 or source is None:
-            return chapter
-        return replace(chapter, title=f"{chapter.title}, record {source + 1}")
-
-    return [numbered(chapter) for chapter in found]
+def _told_apart(found: Sequence[Chapter], records: Sequence[Record]) -> list[Chapter]:
+    """The chapters; where several have one title, each says its record's day, and if need be its number."""
+    sources = [next((s.source for s in chapter.sections if s.source is not None), None) for chapter in found]
+    numbers = ["" if source is None else f", record {source + 1}" for source in sources]
+    dates = ["" if source is None else f", {records[source].date[:10]}" for source in sources]
+    titles = [chapter.title for chapter in found]
+    for endings in (dates, numbers):
+        times = Counter(titles)
+        titles = [f"{t}{end}" if times[t] > 1 else t for t, end in zip(titles, endings, strict=True)]
+    return [replace(chapter, title=title) for chapter, title in zip(found, titles, strict=True)]
 
 
 def _in_order(records: Sequence[Record]) -> list[int]:

@@ -144,6 +144,11 @@ def contender_table(record: Record) -> Table:
     return Table(headers=headers, rows=rows).without_empty()
 
 
+def swallowed(table: Table) -> list[str]:
+    """The note of a table that has ratios."""
+    return [SWALLOWED] if "× PyTorch" in table.headers else []
+
+
 def _rate(result: ContenderResult) -> Cell:
     """Bytes a second, and their share of the bandwidth where there is one."""
     share = "" if result.bandwidth is None else f" ({result.bandwidth:.0%})"
@@ -177,7 +182,8 @@ def _speed(record: Record, index: int) -> Section:
     best = headline(record)
     steps = [Gain(label=f"{a} → {b}", ours=shown(gain(record, b, a)), article=articles.gain(a, b))
              for a, b in articles.LADDER_STEPS if {a, b} <= set(rungs_of(record))]  # fmt: skip
-    notes = [SWALLOWED]
+    table = contender_table(record)
+    notes = swallowed(table)
     chart = bars(_bars(record), "million tokens/s")
     lead = "Whole training steps, contenders taking turns; whiskers are the 10th to 90th percentile."
     if steps:
@@ -193,7 +199,7 @@ def _speed(record: Record, index: int) -> Section:
         title="The ladder" if steps else "Speed",
         lead=f"{best}. {lead}" if best else lead,
         chart=chart,
-        table=contender_table(record),
+        table=table,
         notes=notes,
         source=index,
     )

@@ -10,7 +10,8 @@ from ridgeline.errors import ConfigError
 from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
 from ridgeline.report.draw import Dot, Line, lines, lines_beneath, roofline
-from ridgeline.report.sections import SWALLOWED, Section, contender_table, slug, workload_name
+from ridgeline.report.names import told_apart
+from ridgeline.report.sections import Section, contender_table, slug, swallowed, workload_name
 from ridgeline.report.table import Table, anything, number, words
 
 CURVES = {
@@ -136,10 +137,11 @@ def _scaled(values: Any, scale: float) -> Any:
 
 def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]], x_key: str, x_label: str) -> Section:
     drawn = [_line(curve, record, x_key) for curve in curves]
+    names, shared = told_apart([line.label for line in drawn if not line.mark])
     y_label = str(curves[0].get("y_label", figure))
     rows = [
-        [words(line.label), number(len(line.x), "d"), number(line.x[-1], ".4g"), number(line.y[-1], ".4g"),
-         number(min(line.y), ".4g"), number(max(line.y), ".4g")]
+        [words(names.get(line.label, line.label)), number(len(line.x), "d"), number(line.x[-1], ".4g"),
+         number(line.y[-1], ".4g"), number(min(line.y), ".4g"), number(max(line.y), ".4g")]
         for line in drawn
     ]  # fmt: skip
     chart = lines(drawn, x_label, y_label)
@@ -154,6 +156,7 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
         lead=lead,
         chart=chart,
         table=Table(headers=("run", "points", f"last {x_label}", f"last {y_label}", "lowest", "highest"), rows=rows),
+        notes=(f"All with {', '.join(shared)}.",) if shared else (),
         source=index,
     )
 
@@ -194,12 +197,13 @@ def op_section(record: Record, index: int) -> Section:
 
 def plain_section(record: Record, index: int) -> Section:
     """The contenders of any other record as a table."""
+    table = contender_table(record)
     return Section(
         key=f"results-{index}",
         title=f"Results: {workload_name(record)}",
         lead=f"What the {record.kind} record holds.",
         chart=None,
-        table=contender_table(record),
-        notes=(SWALLOWED,),
+        table=table,
+        notes=swallowed(table),
         source=index,
     )

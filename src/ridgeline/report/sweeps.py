@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -78,7 +79,7 @@ class Sweep:
 
 
 def sweeps(records: Sequence[Record]) -> list[Sweep]:
-    """Every sweep with two values or more, contexts first."""
+    """Every sweep in which a contender was timed at two values or more, contexts first."""
     found: dict[tuple[object, ...], Sweep] = {}
     order = sorted(range(len(records)), key=lambda i: (over_pytorch(records[i]) is not None, records[i].date))
     for kind in KINDS:
@@ -87,18 +88,25 @@ def sweeps(records: Sequence[Record]) -> list[Sweep]:
             if record.kind != "bench" or info is None:
                 continue
             key = (kind.name, record.card, info.name, info.precision, *kind.same(record, info))
-            sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}"))
+            cards = f", {record.gpus} cards" if record.gpus > 1 and kind.name != "cards" else ""
+            sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}{cards}"))
             sweep.members[kind.value(record, info)] = index
-    return [replace(s, members=dict(sorted(s.members.items()))) for s in found.values() if len(s.members) > 1]
+    whole = [replace(sweep, members=dict(sorted(sweep.members.items()))) for sweep in found.values()]
+    return [sweep for sweep in whole if _swept(sweep, records)]
+
+
+def _swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
+    """The contenders that were timed at two values or more: the others are no sweep, and stand with their record."""
+    times = Counter(result.name for index in sweep.members.values() for result in timed(records[index]))
+    return [name for name, count in times.items() if count > 1]
 
 
 def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Section:
     """Tokens/s over what the sweep's records differ in."""
     values = sorted(sweep.members)
     by_value = {value: {r.name: r for r in timed(records[sweep.members[value]])} for value in values}
-    names = list(dict.fromkeys(name for results in by_value.values() for name in results))
     drawn, rows = [], []
-    for name in names:
+    for name in _swept(sweep, records):
         here = {value: results[name] for value, results in by_value.items() if name in results}
         speeds = {value: (result.tokens_per_s or 0.0) / 1e6 for value, result in here.items()}
         half = {value: (result.spread or 0.0) / 2 for value, result in here.items()}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ridgeline.bench.explain_view import amount
 
 NONE = "–"
+LONG = 32  # letters that a name has on one line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,16 @@ class Cell:
     share: float | None = None
     number: bool = True
     wide: bool = False
+
+    @property
+    def long(self) -> bool:
+        """Whether it takes several lines, so that what stands beside it can be seen."""
+        return not self.number and not self.wide and len(self.text) > LONG
+
+    @property
+    def parts(self) -> list[str]:
+        """A long name's, each of which stays on one line if it can: the changes of a preset begin with a "+"."""
+        return re.split(r"(?<=.)(?=\+)", self.text)
 
 
 def words(text: str, *, wide: bool = False) -> Cell:

@@ -35,7 +35,7 @@ from ridgeline.train.config import TrainConfig
 from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.guards import writing
 from ridgeline.train.settings import from_dict
-from ridgeline.train.validate import validate
+from ridgeline.train.validate import Evaluation
 
 POINTS = "points.jsonl"
 MACHINES = "machines.jsonl"
@@ -198,7 +198,8 @@ class _Clocked:
         self.batches = Batches(self.data, config.window, batch=config.batch, seed=config.seed)
         self.resident = _resident(self.batches, self.device)
         self._seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)  # for a step that does not count
-        self.validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
+        validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
+        self.evaluation = Evaluation(self.step, validation, self.device, config.eval_windows, capture=False)
         self.progress = state.Progress()
         self.setup_s = 0.0
         self._looked = 0.0
@@ -254,11 +255,11 @@ class _Clocked:
         if progress.step:
             self.step.check()
             progress.train_loss = self.step.metrics(progress.step - 1)[-1].loss
-        progress.val_loss = validate(self.step, self.validation, self.device, self.config.eval_windows)
+        progress.val_loss = self.evaluation()
         if not math.isfinite(progress.val_loss):
             raise DivergedError(f"the held-out loss at step {progress.step} is {progress.val_loss}")
         path = self.folder / checkpoint_name(at)
-        state.save(path, self.config, progress, self.model, self.step, self.batches, self.data)
+        state.content(self.config, progress, self.model, self.step, self.batches, self.data).write(path)
         point = Point(
             at=at,
             seconds=round(progress.seconds, 3),

@@ -100,7 +100,8 @@ class TrainConfig:
             first step are not counted. The schedule then follows the clock, so two such runs differ.
         eval_interval: steps between validations; the last step is always followed by one.
         eval_windows: held-out windows a validation looks at; 0 for all of them.
-        checkpoint_interval: steps between checkpoints; validations and the last step are always followed by one.
+        checkpoint_interval: steps between checkpoints; the last step is always followed by one. With each, the state of
+            the lowest validation so far is written too, where a validation since the one before it was the lowest.
         out: folder of the run, new or empty; "auto" for runs/PRESET with the first free number.
         track: what to log to beside metrics.jsonl: tensorboard, wandb.
     """

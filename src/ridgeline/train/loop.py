@@ -36,8 +36,8 @@ from ridgeline.train.metrics import LiveLine, MetricsFile, Tracker, check_tracke
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import to_dict
 from ridgeline.train.stages import Course, tokens_until
-from ridgeline.train.state import Progress
-from ridgeline.train.validate import validate
+from ridgeline.train.state import Content, Progress
+from ridgeline.train.validate import Evaluation
 
 KEPT = "the last good checkpoint is kept: resume from it or lower optimizer.lr"
 READ_SECONDS = 0.25  # between looks at the device's numbers: each look waits for it
@@ -175,12 +175,14 @@ class _Run:
         world, rank = replicas.world, replicas.rank
         self.course = Course(config, data, rank=rank, world=world)
         part = config.batch // config.accumulation
-        self.validation = Validation(data, config.window, batch=part, rank=rank, world=world)
+        validation = Validation(data, config.window, batch=part, rank=rank, world=world)
         self.config, self._lanes = settle_lanes(config, self.course.last, world)
         torch.manual_seed(config.seed + rank)  # masks that do not come from the step's own counter
         self.model = build_model(self.config)
         self.step = make_step(self.model, self.config, world=world)
+        self.evaluation = Evaluation(self.step, validation, self.device, config.eval_windows, replicas)
         self.progress = Progress()
+        self._best: Content | None = None  # of the lowest validation, until it is written
         self._setup = 0.0
         self._batch: dict[str, Tensor] | None = None
         self.file: MetricsFile | None = None
@@ -290,8 +292,7 @@ class _Run:
     def _due(self) -> tuple[bool, bool]:
         """Whether a validation and a checkpoint fall due after the last step."""
         config = self.config
-        evaluates, saves = (self.progress.step % n == 0 for n in (config.eval_interval, config.checkpoint_interval))
-        return evaluates, evaluates or saves
+        return self.progress.step % config.eval_interval == 0, self.progress.step % config.checkpoint_interval == 0
 
     def _fall_due(self) -> None:
         evaluates, saves = self._due()
@@ -316,6 +317,7 @@ class _Run:
         try:
             self.step.check()
         except DivergedError as error:
+            self._save_best()
             raise DivergedError(f"{error}; {KEPT}") from error
         self._show()
 
@@ -332,8 +334,11 @@ class _Run:
     def _validate(self) -> None:
         progress = self.progress
         scores = self._scores()
-        loss = validate(self.step, self.validation, self.device, self.config.eval_windows, self.replicas, scores)
+        loss = self.evaluation(scores)
         progress.val_loss = self.line.val_loss = loss
+        if math.isfinite(loss) and (progress.best_loss is None or loss < progress.best_loss):
+            progress.best_loss = loss
+            self._best = self._content().apart() if self.replicas.rank == 0 else None
         parts = scores.values(self.replicas) if scores else {}
         self._record(progress.step, {"val_loss": loss, **parts}, tokens=progress.tokens)
         self._flush()
@@ -358,19 +363,21 @@ class _Run:
         if self.file is not None:
             self.file.flush()
 
+    def _content(self) -> Content:
+        return state.content(self.config, self.progress, self.model, self.step, self.course.batches, self.data)
+
     def _save(self) -> None:
-        """Write `last`, and copy it to `best` if its validation is the lowest so far."""
-        progress = self.progress
+        """Write `last`, and before it `best` where a validation since the checkpoint before was the lowest."""
         gc.collect()
-        better = progress.val_loss is not None and (
-            progress.best_loss is None or progress.val_loss < progress.best_loss
-        )
-        if better:
-            progress.best_loss = progress.val_loss
         if self.replicas.rank:
             return
-        for name in (state.LAST, state.BEST) if better else (state.LAST,):
-            state.save(self.folder / name, self.config, progress, self.model, self.step, self.course.batches, self.data)
+        self._save_best()
+        self._content().write(self.folder / state.LAST)
+
+    def _save_best(self) -> None:
+        if self._best is not None:
+            self._best.write(self.folder / state.BEST)
+            self._best = None
 
     def _finish(self, *, interrupted: bool) -> None:
         if self._read < self.progress.step:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,16 +117,30 @@ def discard(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def save(
-    folder: Path,
+class Content(NamedTuple):
+    """What a checkpoint of a run holds."""
+
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+    def apart(self) -> Content:
+        """The same in memory of the host that no later step changes."""
+        return Content({name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}, self.meta)
+
+    def write(self, folder: Path) -> None:
+        """Write it to `folder`, in place of the checkpoint that is there."""
+        checkpoint.save(folder, self.tensors, self.meta)
+
+
+def content(
     config: TrainConfig,
     progress: Progress,
     model: nn.Module,
     step: Step,
     batches: Batches,
     data: TextData | GameData,
-) -> Path:
-    """Write the `last` checkpoint of a run."""
+) -> Content:
+    """The state of a run; its tensors are those that training goes on to change."""
     tensors = checkpoint.join(model=model.state_dict(), optimizer=step.state_dict(), rng=random_state(config.device))
     meta = {
         "preset": config.preset,
@@ -137,7 +151,7 @@ def save(
         **vars(progress),
         "threads": torch.get_num_threads(),
     }
-    return checkpoint.save(folder, tensors, meta)
+    return Content(tensors, meta)
 
 
 def describe(data: TextData | GameData) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ridgeline.ops.linear.folded import FoldedNorm
 from ridgeline.ops.linear.folded_triton import folded_gradient_raw
 from ridgeline.ops.linear.reduce import Job, reduce_raw
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient, weight_gradients_raw
-from ridgeline.ops.sink import GradientSink, sink_of
+from ridgeline.ops.sink import GradientSink, room_for, sink_of
 from ridgeline.ops.streams import side_stream
 
 GATHERED_BYTES = 1 << 29  # of gradients that wait for their launch: by then there is enough to fill a card
@@ -209,9 +209,11 @@ class WeightGradients:
             sink.finished()
 
     def _launch_group(self, group: Sequence[Gradient], sums: Sequence[Job], taken: Sequence[GradientSink]) -> None:
-        if group:
-            fp32 = group[0].dy_NM.dtype == torch.float32
-            (doubles.weight_gradients if fp32 else weight_gradients_raw)(group, also=sums)
+        if group and group[0].dy_NM.dtype == torch.float32:
+            doubles.weight_gradients(group, also=sums)
+        elif group:
+            results = len(group) + sum(gradient.dbias_M is not None for gradient in group) + len(sums)
+            weight_gradients_raw(group, also=sums, room=room_for(taken) if results == len(taken) else None)
         else:
             reduce_raw(sums)
         for sink in taken:

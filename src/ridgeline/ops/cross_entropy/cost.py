@@ -14,6 +14,13 @@ from ridgeline.cost import INSTRUCTION, SPECIAL, OpCost, Storage
 LossForm = Literal["fused", "plain", "chunked"]
 LOGIT_FLOPS = SPECIAL + 4 * INSTRUCTION
 TARGET = 8  # bytes of a target
+CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 512 MiB in 16-bit storage
+
+
+def chunk_rows(N: int, V: int) -> int:
+    """Rows of a chunk: as many as the memory of a chunk allows, spread evenly, a multiple of 128 where N is larger."""
+    chunks = -(-N * V // CHUNK_ELEMENTS)
+    return min(N, -(-N // chunks // 128) * 128)
 
 
 def cross_entropy(name: str, rows: int, classes: int, *, form: LossForm, store: Storage) -> tuple[OpCost, OpCost]:

@@ -22,13 +22,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ridgeline.ops._triton.columns import column_sums_raw
+from ridgeline.ops.cross_entropy import rows as long_rows
 from ridgeline.ops.cross_entropy import triton as kernels
+from ridgeline.ops.cross_entropy.cost import chunk_rows
 from ridgeline.ops.known import ROWS, is_one, padded_rows
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import fp32_place, sink_of, written
 from ridgeline.ops.streams import side_stream
 
-CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 512 MiB in 16-bit storage
 KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
 FEW_ROWS = 1 << 15  # up to which products leave part of a card free
 
@@ -86,16 +87,22 @@ def padded_head(weight_VC: Tensor, bias_V: Tensor | None) -> Head:
     return Head(functional.pad(weight_VC, (0, 0, 0, more)) if wide_WC is None else wide_WC, wide_W, V)
 
 
-def chunk_rows(N: int, V: int) -> int:
-    """Rows of a chunk: as many as the memory of a chunk allows, spread evenly, a multiple of 128 where N is larger."""
-    chunks = -(-N * V // CHUNK_ELEMENTS)
-    return min(N, -(-N // chunks // 128) * 128)
+def _has_long_rows(hidden_NC: Tensor, head: Head) -> bool:
+    """Whether the logits' gradient is the Hopper kernel's."""
+    return long_rows.fits(hidden_NC.device, hidden_NC.dtype, head.weight_WC.shape[0])
+
+
+def _partials(rows: int, hidden_NC: Tensor, head: Head) -> int:
+    """Partial losses of a chunk of `rows` rows."""
+    if _has_long_rows(hidden_NC, head):
+        return long_rows.loss_partials(rows, hidden_NC)
+    return kernels.loss_partials(rows, head.classes, hidden_NC)
 
 
 def make_buffers(hidden_NC: Tensor, head: Head, rows: int) -> HeadBuffers:
     """Buffers for chunks of `rows` rows."""
-    N, V = hidden_NC.shape[0], head.classes
-    partials = sum(kernels.loss_partials(min(rows, N - first), V, hidden_NC) for first in range(0, N, rows))
+    N = hidden_NC.shape[0]
+    partials = sum(_partials(min(rows, N - first), hidden_NC, head) for first in range(0, N, rows))
     return HeadBuffers(
         hidden_NC.new_empty(rows, head.weight_WC.shape[0]),
         torch.empty(partials, device=hidden_NC.device),
@@ -119,15 +126,17 @@ def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor,
         part = slice(first, min(first + rows, N))
         logits_KW = buffers.logits_KW[: part.stop - first]
         head.logits(hidden_NC[part], logits_KW)
-        partials = kernels.loss_partials(part.stop - first, V, hidden_NC)
+        partials = _partials(part.stop - first, hidden_NC, head)
         losses_P = buffers.losses_P[first_partial : first_partial + partials]
         first_partial += partials
         sums_PV = None
         if gradients.bias_V is not None and V <= kernels.WHOLE_ROWS:
             sums_PV = torch.empty(partials, V, device=losses_P.device)
-        kernels.cross_entropy_raw(
-            logits_KW, targets_N[part], logits_KW, losses_P, counts, classes=V, partials_PV=sums_PV
-        )
+        rows_of_chunk = (logits_KW, targets_N[part], logits_KW, losses_P, counts)
+        if _has_long_rows(hidden_NC, head):
+            long_rows.cross_entropy_raw(*rows_of_chunk, classes=V)
+        else:
+            kernels.cross_entropy_raw(*rows_of_chunk, classes=V, partials_PV=sums_PV)
         torch.mm(logits_KW, head.weight_WC, out=gradients.hidden_NC[part])
         weight_gradient_raw(logits_KW, hidden_NC[part], gradients.weight_WC, accumulate=first > 0)
         if gradients.bias_V is not None:

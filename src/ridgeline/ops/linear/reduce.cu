@@ -1,8 +1,10 @@
 // Many small sums in one launch: for each job, dst[r, c] (+)= Σ_s src[s, r, c] over shares s in a fixed order.
 //
 // A job with few shares (weight gradients) gives a thread four columns and all shares; one with many (column sums, one
-// row of partials a block) splits the shares among the block's warps and adds the warps' sums in order.
+// row of partials a block) splits the shares among the block's warps and adds the warps' sums in order. With `squares`, a
+// block leaves there the sum of squares of its sums, without what they are added to.
 #include "ridgeline/common.cuh"
+#include "squares.cuh"
 
 using namespace rl;
 
@@ -31,8 +33,56 @@ RL_D void put(const Job& job, i64 at, float value) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count) {
-  __shared__ float sums[WARPS][32];
+// Four columns and all shares a thread; returns the sum of the squares of its sums.
+RL_D float few(const Job& job, int block, int blocks) {
+  float own = 0.f;
+  const int width = (job.columns + 3) / 4;
+  for (i64 quad = static_cast<i64>(block) * THREADS + threadIdx.x; quad < static_cast<i64>(job.rows) * width;
+       quad += static_cast<i64>(blocks) * THREADS) {
+    const int row = static_cast<int>(quad / width), column = static_cast<int>(quad % width) * 4;
+    const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
+    const int inside = job.columns - column < 4 ? job.columns - column : 4;
+    float total[4] = {0.f, 0.f, 0.f, 0.f};
+    if (inside == 4 && job.src_row % 4 == 0) {
+      for (int s = 0; s < job.shares; ++s) {
+        const float4 v = *reinterpret_cast<const float4*>(src + s * job.share_step);
+        total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
+      }
+    } else {
+      for (int s = 0; s < job.shares; ++s)
+        for (int e = 0; e < inside; ++e) total[e] += src[s * job.share_step + e];
+    }
+    for (int e = 0; e < 4; ++e) own += total[e] * total[e];
+    for (int e = 0; e < inside; ++e) put(job, static_cast<i64>(row) * job.dst_row + column + e, total[e]);
+  }
+  return own;
+}
+
+// The shares among the warps; as above.
+RL_D float many(const Job& job, int block, int blocks, float (&sums)[WARPS][32], int warp, int lane) {
+  float own = 0.f;
+  const int width = (job.columns + 31) / 32;
+  for (int piece = block; piece < job.rows * width; piece += blocks) {
+    const int row = piece / width, column = piece % width * 32 + lane;
+    const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
+    float total = 0.f;
+    if (column < job.columns)
+      for (int s = warp; s < job.shares; s += WARPS) total += src[s * job.share_step];
+    sums[warp][lane] = total;
+    __syncthreads();
+    if (warp == 0 && column < job.columns) {
+      for (int w = 1; w < WARPS; ++w) total += sums[w][lane];
+      own += total * total;
+      put(job, static_cast<i64>(row) * job.dst_row + column, total);
+    }
+    __syncthreads();
+  }
+  return own;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count,
+                                                             float* squares) {
+  __shared__ float sums[WARPS][32], left[WARPS];
   const int here = blockIdx.x;
   int which = 0;
   for (int step = MAX_JOBS / 2; step > 0; step /= 2)
@@ -46,40 +96,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 #endif
-  if (job.shares < MANY) {
-    const int width = (job.columns + 3) / 4;
-    for (i64 quad = static_cast<i64>(block) * THREADS + threadIdx.x; quad < static_cast<i64>(job.rows) * width;
-         quad += static_cast<i64>(blocks) * THREADS) {
-      const int row = static_cast<int>(quad / width), column = static_cast<int>(quad % width) * 4;
-      const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
-      const int inside = job.columns - column < 4 ? job.columns - column : 4;
-      float total[4] = {0.f, 0.f, 0.f, 0.f};
-      if (inside == 4 && job.src_row % 4 == 0) {
-        for (int s = 0; s < job.shares; ++s) {
-          const float4 v = *reinterpret_cast<const float4*>(src + s * job.share_step);
-          total[0] += v.x, total[1] += v.y, total[2] += v.z, total[3] += v.w;
-        }
-      } else {
-        for (int s = 0; s < job.shares; ++s)
-          for (int e = 0; e < inside; ++e) total[e] += src[s * job.share_step + e];
-      }
-      for (int e = 0; e < inside; ++e) put(job, static_cast<i64>(row) * job.dst_row + column + e, total[e]);
-    }
-    return;
-  }
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, width = (job.columns + 31) / 32;
-  for (int piece = block; piece < job.rows * width; piece += blocks) {
-    const int row = piece / width, column = piece % width * 32 + lane;
-    const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
-    float total = 0.f;
-    if (column < job.columns)
-      for (int s = warp; s < job.shares; s += WARPS) total += src[s * job.share_step];
-    sums[warp][lane] = total;
-    __syncthreads();
-    if (warp == 0 && column < job.columns) {
-      for (int w = 1; w < WARPS; ++w) total += sums[w][lane];
-      put(job, static_cast<i64>(row) * job.dst_row + column, total);
-    }
-    __syncthreads();
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float own = job.shares < MANY ? few(job, block, blocks) : many(job, block, blocks, sums, warp, lane);
+  if (!squares) return;
+  own = sum_of_warp(own);
+  if (lane == 0) left[warp] = own;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < WARPS; ++w) own += left[w];
+    squares[blockIdx.x] = own;
   }
 }

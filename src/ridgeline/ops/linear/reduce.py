@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parent / "reduce.cu"
 MAX_JOBS = 128  # of a launch: 7 KB of parameters
 THREADS = 256
 MANY = 24  # shares from which a block's warps split them, as in the kernel
+Room = Callable[[int], Tensor | None]  # hands out so many fp32 numbers for sums of squares; None if it has not as many
 _JOB = struct.Struct("<QQqiiiiiiii")
 
 
@@ -57,16 +58,27 @@ def pack(jobs: Sequence[Job]) -> tuple[bytes, int]:
     return packed.ljust(MAX_JOBS * _JOB.size, b"\0"), grid
 
 
-def reduce_raw(jobs: Sequence[Job]) -> None:
+def launches(jobs: Sequence[Job]) -> list[tuple[bytes, int, int]]:
+    """The kernel's first parameter, jobs and blocks of each launch."""
+    parts = [jobs[first : first + MAX_JOBS] for first in range(0, len(jobs), MAX_JOBS)]
+    return [(packed, len(part), grid) for part in parts for packed, grid in [pack(part)]]
+
+
+def reduce_raw(jobs: Sequence[Job], *, squares: Tensor | None = None) -> None:
     """Run the jobs, up to 128 a launch; bitwise the same on every run.
+
+    Args:
+        jobs: the sums.
+        squares: fp32, a number for every block of all launches; they add up to the squares of all sums, without what
+            these are added to, before they are rounded.
 
     Raises:
         ValueError: a job whose tensors do not fit together.
     """
     fp16 = any(job.dst_RC.dtype == torch.float16 for job in jobs)
     module = cuda.load(SOURCE, {"MAX_JOBS": MAX_JOBS, "RL_FP16": int(fp16)})
-    kernel = module.kernel("reduce", f"B{MAX_JOBS * _JOB.size}i", patient=True)
-    for first in range(0, len(jobs), MAX_JOBS):
-        some = jobs[first : first + MAX_JOBS]
-        packed, grid = pack(some)
-        kernel.launch((grid,), THREADS, 0, (packed, len(some)))
+    kernel = module.kernel("reduce", f"B{MAX_JOBS * _JOB.size}iP", patient=True)
+    done = 0
+    for packed, count, grid in launches(jobs):
+        kernel.launch((grid,), THREADS, 0, (packed, count, None if squares is None else squares[done:]))
+        done += grid

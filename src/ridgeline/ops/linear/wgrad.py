@@ -20,17 +20,18 @@ from torch import Tensor
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.linear.gemm import SMEM_LIMIT
-from ridgeline.ops.linear.reduce import Job, reduce_raw
+from ridgeline.ops.linear.reduce import Job, Room, launches, reduce_raw
 
 SOURCE = Path(__file__).parent / "wgrad_sm90.cu"
 MAX_PROBLEMS = 64  # layers of a launch: 18 KB of parameters
 CHUNK = 64
 TILE_M = 128
 THREADS = 384
+CONSUMERS = 8  # warps of a block that write results
 SHORTEST = 4  # chunks: a share of fewer costs more than it takes off others
 ADD_WEIGHT, ADD_BIAS, HALF_WEIGHT, HALF_BIAS, PAIRS = 1, 2, 4, 8, 16  # as in the kernel
 _PROBLEM = struct.Struct("<QQiiii")
-KINDS = f"M{MAX_PROBLEMS * (256 + _PROBLEM.size) // 128}PPPP"  # of the kernel's parameters
+KINDS = f"M{MAX_PROBLEMS * (256 + _PROBLEM.size) // 128}PPPPP"  # of the kernel's parameters
 
 Shape = tuple[int, int, bool]  # M, K, has a bias gradient
 
@@ -235,12 +236,14 @@ def macros(plan: Plan, tile_n: int, dtype: torch.dtype) -> dict[str, int]:
     }
 
 
-def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] = ()) -> None:
+def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] = (), room: Room | None = None) -> None:
     """dW (+)= dYᵀ X and db (+)= column sums of dY for up to 64 layers over the same rows. Deterministic.
 
     Args:
         gradients: the layers.
         also: further sums for the second launch, such as norms' partials.
+        room: gives memory in which both launches leave numbers that add up to the squares of all gradients, without
+            what these are added to, before they are rounded; None where nobody asks for them.
 
     Raises:
         ValueError: more layers than that, or layers of different row counts.
@@ -257,5 +260,8 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
     maps = [cuda.tensor_map(t, (CHUNK, 64)) for t in (*(g.dy_NM for g in gradients), *(g.x_NK for g in gradients))]
     kernel = cuda.load(SOURCE, macros(plan, tile_n, dtype)).kernel("weight_gradients", KINDS, patient=True)
     smem = stages(tile_n) * (TILE_M + tile_n) * 2 * CHUNK + 2048
-    kernel.launch((len(plan.work),), THREADS, smem, (pack(gradients, maps), starts, shares, tiles, sums))
-    reduce_raw([*jobs_of(gradients, plan, tiles, sums), *also])
+    jobs = [*jobs_of(gradients, plan, tiles, sums), *also]
+    own = CONSUMERS * len(plan.work)
+    squares = room(own + sum(grid for _, _, grid in launches(jobs))) if room is not None else None
+    kernel.launch((len(plan.work),), THREADS, smem, (pack(gradients, maps), starts, shares, tiles, sums, squares))
+    reduce_raw(jobs, squares=None if squares is None else squares[own:])

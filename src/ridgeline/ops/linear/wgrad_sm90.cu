@@ -9,8 +9,11 @@
 // At these sizes what limits is L2: a tile of 128 × 256 takes 48 bytes a cycle of it. PAIRED, two blocks of a cluster take
 // two tiles one below the other over the same rows, and each fetches half of X's columns for both.
 //
+// With `squares`, a warp leaves there the sum of squares of all that it brings to its place.
+//
 // Macros: TILE_N 64, 128 or 256; STAGES; PAIRED 0 or 1; MAX_PROBLEMS.
 #include "smem.cuh"
+#include "squares.cuh"
 
 using namespace rl;
 
@@ -119,13 +122,16 @@ RL_D void put(void* place, i64 at, float value, bool add, bool half) {
   }
 }
 
-// The tile to its place or, as partial sums, to a place of its own.
-RL_D void deliver(const float (&acc)[TILE_N / 2], const float (&sum)[4], const Problem& problem, const Share& share,
+// The tile to its place or, as partial sums, to a place of its own. The sum of squares of what goes to its place,
+// without what that is added to.
+RL_D float deliver(const float (&acc)[TILE_N / 2], const float (&sum)[4], const Problem& problem, const Share& share,
                   float* tiles, float* sums, int first, int lane) {
   const bool whole = share.part < 0;
   const int columns = problem.K - share.column;
   const bool pairs = !whole || problem.how & PAIRS;
   const bool add = problem.how & ADD_WEIGHT, half = problem.how & HALF_WEIGHT;
+  float squares = 0.f;
+  const auto note = [&](float value) { squares += value * value; };
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int row = first + 8 * h;
@@ -138,25 +144,31 @@ RL_D void deliver(const float (&acc)[TILE_N / 2], const float (&sum)[4], const P
       const float a = acc[4 * j + 2 * h], b = acc[4 * j + 2 * h + 1];
       if (pairs && column + 1 < columns) {
         *reinterpret_cast<Pair*>(out + column) = {a, b};
+        if (whole) note(a), note(b);
       } else if (whole) {
         const i64 at = static_cast<i64>(share.row + row) * problem.pitch + share.column + column;
-        if (column < columns) put(problem.weight, at, a, add, half);
-        if (column + 1 < columns) put(problem.weight, at + 1, b, add, half);
+        if (column < columns) put(problem.weight, at, a, add, half), note(a);
+        if (column + 1 < columns) put(problem.weight, at + 1, b, add, half), note(b);
       } else if (column < columns) {
         out[column] = a;
       }
     }
     if (share.bias && lane % 4 == 0) {
-      if (whole) put(problem.bias, share.row + row, sum[2 * h], problem.how & ADD_BIAS, problem.how & HALF_BIAS);
-      else sums[share.part * TILE_M + row] = sum[2 * h];
+      if (whole) {
+        put(problem.bias, share.row + row, sum[2 * h], problem.how & ADD_BIAS, problem.how & HALF_BIAS);
+        note(sum[2 * h]);
+      } else {
+        sums[share.part * TILE_M + row] = sum[2 * h];
+      }
     }
   }
+  return squares;
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     CLUSTER_DIMENSIONS
         weight_gradients(const __grid_constant__ Problems problems, const int* starts, const Share* shares, float* tiles,
-                         float* sums) {
+                         float* sums, float* squares) {
   const u32 smem = dynamic_smem();
   const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -185,12 +197,17 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       for (int i = first; i < last; ++i) produce(problems, shares[i], ring);
   } else {
     registers_up<232>();
+    float left = 0.f;
     for (int i = first; i < last; ++i) {
       const Share share = shares[i];
       float acc[TILE_N / 2], sum[4];
       if (share.bias) multiply<true>(acc, sum, share.count, ring, group, lane);
       else multiply<false>(acc, sum, share.count, ring, group, lane);
-      deliver(acc, sum, problems.problem[share.problem], share, tiles, sums, 64 * group + 16 * warp + lane / 4, lane);
+      left += deliver(acc, sum, problems.problem[share.problem], share, tiles, sums, 64 * group + 16 * warp + lane / 4, lane);
+    }
+    if (squares) {  // eight of a block, one a warp
+      left = sum_of_warp(left);
+      if (lane == 0) squares[8 * blockIdx.x + 4 * group + warp] = left;
     }
   }
   __syncwarp();

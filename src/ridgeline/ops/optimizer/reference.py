@@ -93,6 +93,18 @@ class AdamWState(NamedTuple):
     start: int = 0
 
 
+class KnownSquares(NamedTuple):
+    """What is known of the gradient's squares before the step.
+
+    Attributes:
+        partials: fp32[P], which add up to the sum of squares of all gradients outside `rest`.
+        rest: (first, end) of the elements whose squares are not among them; what lies between is zero or known.
+    """
+
+    partials: Tensor
+    rest: tuple[tuple[int, int], ...]
+
+
 def adamw_reference(state: AdamWState, settings: AdamWSettings) -> None:
     """One step in plain torch, in place; waits for the device."""
     step, M = int(state.seed_step[1]), state.weights.numel()

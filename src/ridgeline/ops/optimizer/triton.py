@@ -3,13 +3,15 @@
 The first kernel sums squares, one partial a program; the program that arrives last adds the partials in a fixed
 order, decides whether the step counts, and writes the plan (coefficient of the gradient, rate, step size, correction)
 and every counter. The second reads the plan and passes over the buffers once. Bytes a parameter with a 16-bit copy:
-4 for the norm, 30 for the update.
+4 for the norm, 30 for the update. Where the kernels that wrote gradients have left sums of their squares, the first
+reads these sums and the gradients that they are not of.
 """
 
 # mypy: disallow-untyped-defs=False
 # (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, processors
-from ridgeline.ops.optimizer.reference import CLIP_EPS, AdamWSettings, AdamWState
+from ridgeline.ops.optimizer.reference import CLIP_EPS, AdamWSettings, AdamWState, KnownSquares
 
 _CLIP_EPS = tl.constexpr(CLIP_EPS)
 PLAN = 8  # fp32 numbers of a step's plan: what the gradient is multiplied by, the rate, …, whether the step counts
@@ -29,10 +31,10 @@ _COEFFICIENT, _RATE, _STEP_SIZE, _ROOT_CORRECTION, _UPDATE = (tl.constexpr(slot)
 
 @triton.jit
 def plan_ahead(
-    rates_ptr, seed_step_ptr, applied_ptr, loss_ptr, weight_ptr, scale_ptr, rates,
+    rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, loss_ptr, weight_ptr, scale_ptr, rates,
     LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr,
 ):  # fmt: skip
-    """What is known before the norm: step, rate, loss, divisor, steps applied, step size, correction."""
+    """What is known before the norm: step, rate, loss, divisor, steps applied, step size, correction, steps skipped."""
     step = tl.load(seed_step_ptr + 1)
     rate = tl.load(rates_ptr + tl.minimum(step, rates - 1))
     loss, divisor = tl.load(loss_ptr), 1.0
@@ -47,13 +49,14 @@ def plan_ahead(
     correction_1 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_1, tl.float64))
     correction_2 = 1.0 - tl.exp(exponent * tl.full((), LOG_BETA_2, tl.float64))
     size = (rate.to(tl.float64) / correction_1).to(tl.float32)
-    return step, rate, loss, divisor, applied, size, tl.sqrt(correction_2).to(tl.float32)
+    skipped, in_a_row = tl.load(skipped_ptr), tl.load(skipped_ptr + 1)
+    return step, rate, loss, divisor, applied, size, tl.sqrt(correction_2).to(tl.float32), skipped, in_a_row
 
 
 @triton.jit
 def plan_step(
-    squares, step, rate, loss, divisor, applied, size, root_correction, plan_ptr, seed_step_ptr, applied_ptr,
-    skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING: tl.constexpr,
+    squares, step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row, plan_ptr, seed_step_ptr,
+    applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING: tl.constexpr,
 ):  # fmt: skip
     """The scalar part of a step, given the gradient's sum of squares and what `plan_ahead` knew."""
     norm = tl.div_rn(tl.sqrt_rn(squares), divisor)
@@ -70,8 +73,8 @@ def plan_step(
     tl.store(row_ptr + 1, norm)
     tl.store(row_ptr + 2, rate)
     tl.store(row_ptr + 3, 1.0 - finite.to(tl.float32))
-    tl.store(skipped_ptr, tl.load(skipped_ptr) + 1 - finite.to(tl.int64))
-    tl.store(skipped_ptr + 1, (tl.load(skipped_ptr + 1) + 1) * (1 - finite.to(tl.int64)))
+    tl.store(skipped_ptr, skipped + 1 - finite.to(tl.int64))
+    tl.store(skipped_ptr + 1, (in_a_row + 1) * (1 - finite.to(tl.int64)))
     if growth_ptr is not None:  # as torch._amp_update_scale_
         scale, calm = tl.load(scale_ptr), tl.load(growth_ptr) + 1
         grown = tl.where(calm == interval, scale * growth, scale)
@@ -85,24 +88,43 @@ def plan_step(
 def adamw_plan_kernel(
     gradient_ptr, partials_ptr, arrivals_ptr, plan_ptr, rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr,
     loss_ptr, weight_ptr, scale_ptr, growth_ptr, M, rates, max_norm, growth, backoff, interval,
+    known_ptr, pieces_ptr, known, pieces,
     LOG_BETA_1: tl.constexpr, LOG_BETA_2: tl.constexpr, RING: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Sum of squares of the gradient; the last program to arrive plans the step and resets the arrival count.
 
-    Every program reads the scalars first, so that the last one need not wait for them when all wait for it.
+    With squares known already, the first programs add these and the last ones read the pieces of the gradient (first,
+    end) that they are not of. Every program reads the scalars first, so that the last one need not wait for them when
+    all wait for it.
     """
-    previous_done(EARLY)
     program, programs = tl.program_id(0), tl.num_programs(0)
-    step, rate, loss, divisor, applied, size, root_correction = plan_ahead(
-        rates_ptr, seed_step_ptr, applied_ptr, loss_ptr, weight_ptr, scale_ptr, rates, LOG_BETA_1, LOG_BETA_2
-    )
+    piece = programs - 1 - program
+    if pieces_ptr is not None:  # a table that no kernel writes, so it may be read before the kernel before has ended
+        first = tl.load(pieces_ptr + 2 * piece, mask=piece < pieces, other=0)
+        end = tl.load(pieces_ptr + 2 * piece + 1, mask=piece < pieces, other=0)
+    previous_done(EARLY)
+    step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row = plan_ahead(
+        rates_ptr, seed_step_ptr, applied_ptr, skipped_ptr, loss_ptr, weight_ptr, scale_ptr, rates, LOG_BETA_1,
+        LOG_BETA_2,
+    )  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     squares = tl.zeros((BLOCK,), dtype=tl.float32)
-    for tile in tl.range(program, tl.cdiv(M, BLOCK), programs, num_stages=STAGES):
-        offset = tl.cast(tile, tl.int64) * BLOCK + lanes
-        g = tl.load(gradient_ptr + offset, mask=offset < M, other=0.0)
-        squares += g * g
+    if known_ptr is not None:
+        for tile in tl.range(program, tl.cdiv(known, BLOCK), programs):
+            offset = tile * BLOCK + lanes
+            squares += tl.load(known_ptr + offset, mask=offset < known, other=0.0)
+        for now in tl.range(piece, pieces, programs):
+            g = tl.load(gradient_ptr + first + lanes, mask=first + lanes < end, other=0.0)
+            squares += g * g
+            following = now + programs
+            first = tl.load(pieces_ptr + 2 * following, mask=following < pieces, other=0)
+            end = tl.load(pieces_ptr + 2 * following + 1, mask=following < pieces, other=0)
+    else:
+        for tile in tl.range(program, tl.cdiv(M, BLOCK), programs, num_stages=STAGES):
+            offset = tl.cast(tile, tl.int64) * BLOCK + lanes
+            g = tl.load(gradient_ptr + offset, mask=offset < M, other=0.0)
+            squares += g * g
     tl.store(partials_ptr + program, tl.sum(squares, axis=0))
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
@@ -110,8 +132,9 @@ def adamw_plan_kernel(
         rows = tl.arange(0, BLOCK_P)
         parts = tl.load(partials_ptr + rows, mask=rows < programs, other=0.0, volatile=True)
         plan_step(
-            tl.sum(parts, axis=0), step, rate, loss, divisor, applied, size, root_correction, plan_ptr, seed_step_ptr,
-            applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth, backoff, interval, RING,
+            tl.sum(parts, axis=0), step, rate, loss, divisor, applied, size, root_correction, skipped, in_a_row,
+            plan_ptr, seed_step_ptr, applied_ptr, skipped_ptr, ring_ptr, scale_ptr, growth_ptr, max_norm, growth,
+            backoff, interval, RING,
         )  # fmt: skip
         tl.store(arrivals_ptr, 0)
 
@@ -162,6 +185,13 @@ def plan_numbers(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return work[0:1], work[1:2], work[4:5]
 
 
+@functools.lru_cache(maxsize=128)
+def _pieces(rest: tuple[tuple[int, int], ...], columns: int, device: torch.device) -> Tensor:
+    """int64[pieces, 2]: first and end of at most so many elements each; made before a capture, kept for it."""
+    rows = [(start, min(start + columns, end)) for first, end in rest for start in range(first, end, columns)]
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 2).to(device)
+
+
 def _logarithm(x: float) -> float:
     return math.log(x) if x > 0 else -math.inf
 
@@ -171,6 +201,7 @@ def adamw_raw(
     settings: AdamWSettings,
     work: Tensor,
     *,
+    known: KnownSquares | None = None,
     plan: Launch | None = None,
     update: Launch | None = None,
 ) -> None:
@@ -180,17 +211,22 @@ def adamw_raw(
         state: the flat buffers and device-side scalars.
         settings: what stays the same over the run.
         work: what `workspace` returned.
+        known: squares of gradients that need not be read for the norm; None to read all.
         plan: launch of the norm kernel; None for the frozen one.
         update: launch of the update kernel; None for the frozen one.
     """
     M = state.weights.numel()
     plan, update = plan or plan_config(M), update or update_config(M)
-    programs = min(grid_rows(M, plan.columns), plan.per_processor * processors(work.device), MAX_PARTIALS)
+    pieces = None if known is None else _pieces(known.rest, plan.columns, work.device)
+    sums = 0 if known is None else len(known.partials)
+    tiles = grid_rows(M, plan.columns) if pieces is None else len(pieces) + grid_rows(sums, plan.columns)
+    programs = min(tiles, plan.per_processor * processors(work.device), MAX_PARTIALS)
     plan_P, arrivals, partials = work[:PLAN], work[PLAN : PLAN + 1].view(torch.int32), work[PLAN + 8 :]
     adamw_plan_kernel[(programs,)](
         state.gradient, partials, arrivals, plan_P, state.rates, state.seed_step, state.applied, state.skipped,
         state.ring, state.loss, state.weight, state.loss_scale, state.growth, M, state.rates.shape[0],
         settings.max_norm, settings.growth, settings.backoff, settings.interval,
+        None if known is None else known.partials, pieces, sums, 0 if pieces is None else len(pieces),
         LOG_BETA_1=_logarithm(settings.beta_1), LOG_BETA_2=_logarithm(settings.beta_2), RING=state.ring.shape[0],
         BLOCK_P=MAX_PARTIALS, BLOCK=plan.columns, STAGES=plan.stages, num_warps=plan.warps,
         **early_launch(work.device),

@@ -47,6 +47,9 @@ RL_D u32 round_half(float value) { return RL_FP16 ? round_fp16(value) : round_bf
 RL_D u32 pack_pair(float low, float high) { return round_half(low) | round_half(high) << 16; }
 RL_D float pair_low(u32 pair) { return RL_FP16 ? from_fp16(pair) : from_bits(pair << 16); }
 RL_D float pair_high(u32 pair) { return RL_FP16 ? from_fp16(pair >> 16) : from_bits(pair & 0xffff0000u); }
+RL_D u32 max_pair(u32 a, u32 b) {
+  return pack_pair(std::fmax(pair_low(a), pair_low(b)), std::fmax(pair_high(a), pair_high(b)));
+}
 RL_D u16 pack_one(float value) { return static_cast<u16>(pack_pair(value, 0.f)); }
 RL_D float unpack_one(u16 value) { return pair_low(value); }
 RL_D float exp2_fast(float x) { return std::exp2(x); }

@@ -76,6 +76,11 @@ RL_D float pair_high(u32 pair) {
   return __uint_as_float(pair & 0xffff0000u);
 #endif
 }
+RL_D u32 max_pair(u32 a, u32 b) {
+  u32 pair;
+  asm("max." RL_MMA_TYPE "x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
 RL_D u16 pack_one(float value) { return static_cast<u16>(pack_pair(value, 0.f)); }
 RL_D float unpack_one(u16 value) { return pair_low(value); }
 

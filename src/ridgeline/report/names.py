@@ -1,0 +1,29 @@
+"""Names of contenders as a drawing or a table has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def told_apart(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Each name without the changes that all of them have (what follows a "+"), and those changes.
+
+    Args:
+        names: PRESET+CHANGE+CHANGE.
+    """
+    parts = {name: name.split("+") for name in names}
+    first = next(iter(parts.values()), [])
+    shared = [change for change in first[1:] if len(parts) > 1 and all(change in part[1:] for part in parts.values())]
+    short = {name: "+".join([part[0], *(c for c in part[1:] if c not in shared)]) for name, part in parts.items()}
+    return short, shared
+
+
+def broken(name: str, letters: int) -> str:
+    """A name on as many lines as it takes, broken before a change; a change that is longer stays whole."""
+    lines = [""]
+    for place, part in enumerate(name.split("+")):
+        piece = f"+{part}" if place else part
+        if lines[-1] and len(lines[-1]) + len(piece) > letters:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(lines)
