@@ -38,7 +38,7 @@ def beside(form: Form, rows: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def form_of(epilogue: str, transposed_b: bool) -> Form:
-    """The form of an epilogue: plain, bias, gelu (with its slope), residual (with dropout), factor."""
+    """The form of an epilogue: plain, bias, gelu (with its slope), residual (with dropout), factor, terms."""
     return Form(
         transposed_b=transposed_b,
         bias=epilogue in ("bias", "gelu", "residual"),
@@ -47,6 +47,7 @@ def form_of(epilogue: str, transposed_b: bool) -> Form:
         residual=epilogue == "residual",
         dropout=epilogue == "residual",
         factor=epilogue == "factor",
+        terms=epilogue == "terms",
     )
 
 

@@ -21,7 +21,7 @@ class Case:
     M: int
     N: int
     K: int
-    epilogue: str  # plain, bias, gelu, residual, factor
+    epilogue: str  # plain, bias, gelu, residual, factor, terms
     config: Config
     transposed_b: bool = False
     units: int = 2
@@ -39,11 +39,14 @@ CASES = [
     Case(200, 260, 64, "gelu", Config(tile_m=64, tile_n=256), units=1, seed=7),
     Case(390, 200, 136, "gelu", Config(), units=1, seed=8, late=True),
     Case(390, 200, 136, "factor", Config(), transposed_b=True, units=2, seed=9),
+    Case(390, 200, 136, "terms", Config(), transposed_b=True, units=2, seed=10, late=True),
 ]
+PARAMETERS = ", const float* factor, const float* terms, int rows"
+FACTOR = 0.7
 
 
 def run(
-    case: Case, form: Form, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tensor, slope: Tensor
+    case: Case, form: Form, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tensor, slope: Tensor, terms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output and column sums."""
     M, N = case.M, case.N
@@ -56,9 +59,10 @@ def run(
     maps = emulation.maps((a, (config.tile_m, 64)), (b, b_box), *((x, (16, 64)) for x in (c, out, slope)))
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
-    fault = emulation.compile(source("gemm"), macros, gemm.SOURCE.parent)(
+    factor = ctypes.c_float(FACTOR)
+    fault = emulation.compile(source("gemm", PARAMETERS, ", factor, terms, rows"), macros, gemm.SOURCE.parent)(
         ctypes.byref(maps), pointer(schedule), schedule.shape[1], pointer(bias), pointer(sums), pointer(seed_step),
-        numbers, scale, len(schedule), case.seed, int(case.late),
+        numbers, scale, len(schedule), case.seed, int(case.late), ctypes.byref(factor), pointer(terms), M,
     )  # fmt: skip
     assert fault is None
     return out, sums.sum(0)
@@ -73,8 +77,11 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     a, b = aligned(M, K), aligned(K, N) if case.transposed_b else aligned(N, K)
     c, slope = beside(form, M, N)
     bias = torch.randn(N).bfloat16()
-    out, sums = run(case, form, emulation, a, b, bias, c, slope)
+    terms = torch.randn(2, M)
+    out, sums = run(case, form, emulation, a, b, bias, c, slope, terms)
     right, right_slope = expected(form, a, b, bias, c)
+    if form.terms:
+        right = FACTOR * right + terms.double()[0, :, None] + terms.double()[1, :, None] * c.double()
     assert (out.double() - right).norm() <= 2e-3 * right.norm()
     if form.slope:
         assert (slope.double() - right_slope).norm() <= 1e-3 * right_slope.norm()

@@ -26,12 +26,16 @@ def described(
     factor_MN: Tensor | None = None,
     norm: None = None,  # test_folded.py has those
     folded: None = None,
+    terms: gemm.RowTerms | None = None,
 ) -> Tensor | None:
     """As the docstrings of `gemm` and `stationary` have it."""
     acc = a_MK.double() @ (b if transposed_b else b.t()).double()
     if factor_MN is not None:
         out_MN.copy_(acc * factor_MN.double())
         return out_MN.float().sum(0, keepdim=True)
+    if terms is not None:
+        shift_M, slope_M = terms.terms_2M.double()
+        acc = terms.factor_1.double() * acc + shift_M[:, None] + slope_M[:, None] * terms.c_MN.double()
     acc = acc if bias_N is None else acc + bias_N.double()
     if gelu is not None:
         u = acc.requires_grad_()
@@ -118,3 +122,13 @@ def test_input_gradient(inner: int, through_gelu: bool, dtype: torch.dtype, aske
         return
     large = inner > stationary.LARGEST_K
     assert asked == ([] if large and not through_gelu else ["gemm" if large else "stationary"])
+
+
+def test_an_input_gradient_with_terms_of_its_rows_is_the_hopper_gemms(asked: list[str]) -> None:
+    shapes = ((N, 24), (24, M), (N, M), (2, N))
+    dy, weight, x, terms = (draw(*s, seed=i, dtype=torch.float32) for i, s in enumerate(shapes))
+    dx = torch.full((N, M), float("nan"))
+    rows = gemm.RowTerms(x, terms, torch.tensor([0.5]))
+    products.input_gradient_raw(dy, weight, dx, terms=rows, impl="cuda")
+    torch.testing.assert_close(dx, 0.5 * dy @ weight + terms[0, :, None] + terms[1, :, None] * x)
+    assert asked == ["gemm"]

@@ -20,8 +20,8 @@ SMEM_LIMIT = 227 * 1024
 THREADS = 384
 CHUNK_K = 64
 SMALL_TILES = 600  # fewer 128-row tiles than this, and 64-row tiles spread better
-KINDS = "MMMMMPiPPPiIIfii"  # the parameters of both Hopper products
-Epilogue = Literal["plain", "bias", "gelu", "residual", "factor"]
+KINDS = "MMMMMPiPPPiIIfii"  # the parameters that both Hopper products have
+Epilogue = Literal["plain", "bias", "gelu", "residual", "factor", "terms"]
 
 Segment = tuple[int, int, int, int]  # column tile + 65536 · row of partial sums, first row tile, step, count
 
@@ -123,12 +123,26 @@ def choose(M: int, N: int, epilogue: Epilogue) -> Config | None:
     return Config(tile_m=64 if small else 128)
 
 
+class RowTerms(NamedTuple):
+    """factor · acc + α + β c, with α and β of a row.
+
+    Attributes:
+        c_MN: of the product's dtype.
+        terms_2M: α and β; fp32, contiguous.
+        factor_1: fp32.
+    """
+
+    c_MN: Tensor
+    terms_2M: Tensor
+    factor_1: Tensor
+
+
 class Form(NamedTuple):
     """What a kernel is compiled to do around its product.
 
     Attributes:
         dtype: bf16 or fp16.
-        transposed_b, bias, gelu, slope, residual, dropout, factor: what there is of `gemm`'s arguments.
+        transposed_b, bias, gelu, slope, residual, dropout, factor, terms: what there is of `gemm`'s arguments.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -139,18 +153,19 @@ class Form(NamedTuple):
     residual: bool = False
     dropout: bool = False
     factor: bool = False
+    terms: bool = False
 
     @property
     def reads_c(self) -> bool:
         """Whether the epilogue reads a matrix."""
-        return self.residual or self.factor
+        return self.residual or self.factor or self.terms
 
     def macros(self) -> dict[str, int]:
         """The macros that compile it, without sizes."""
         return {
             "RL_FP16": int(self.dtype == torch.float16),
             "B_TRANSPOSED": int(self.transposed_b),
-            "EPILOGUE": 3 if self.factor else 2 if self.residual else 1 if self.gelu else 0,
+            "EPILOGUE": 4 if self.terms else 3 if self.factor else 2 if self.residual else 1 if self.gelu else 0,
             "HAS_BIAS": int(self.bias),
             "GELU_TANH": int(self.gelu == "tanh"),
             "STORE_U": int(self.slope),
@@ -172,7 +187,7 @@ def defines(config: Config, K: int, form: Form) -> dict[str, int]:
 def _kernel(device: int, config: Config, K: int, form: Form) -> tuple[cuda.Kernel, int]:
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
     macros = defines(config, K, form)
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", KINDS, patient=True)
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", KINDS + "PPi", patient=True)
     return kernel, config.smem(form.reads_c, macros["STAGES"])
 
 
@@ -196,11 +211,12 @@ def gemm(
     residual_MN: Tensor | None = None,
     masks: Masks | None = None,
     factor_MN: Tensor | None = None,
+    terms: RowTerms | None = None,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators.
 
     The epilogue is one of: acc + bias; gelu(acc + bias), with gelu'(acc + bias) written to `slope_MN` if given;
-    residual + dropout(acc + bias); acc · factor, with column sums.
+    residual + dropout(acc + bias); acc · factor, with column sums; `terms`.
 
     Args:
         a_MK: bf16 or fp16.
@@ -216,7 +232,7 @@ def gemm(
     N = out_MN.shape[1]
     form = Form(
         a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
-        masks is not None, factor_MN is not None,
+        masks is not None, factor_MN is not None, terms is not None,
     )  # fmt: skip
     kernel, smem = _kernel(a_MK.get_device(), config, K, form)
     plan = plan_of(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
@@ -224,12 +240,13 @@ def gemm(
     map_a = cuda.tensor_map(a_MK, (config.tile_m, CHUNK_K))
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     map_d = cuda.tensor_map(out_MN, panel)
-    reads = residual_MN if factor_MN is None else factor_MN
+    reads = terms.c_MN if terms is not None else residual_MN if factor_MN is None else factor_MN
     map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
     map_u = map_d if slope_MN is None else cuda.tensor_map(slope_MN, panel)
     sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if factor_MN is not None else None
     arguments: Sequence[cuda.Argument] = (
-        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N)
+        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N),
+        *((None, None) if terms is None else (terms.factor_1, terms.terms_2M)), M,
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, smem, arguments)
     return sums

@@ -124,10 +124,13 @@ struct Consumer {
       const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
       const Panel here = panel(i);
       u32 c[8][2];
+      float terms[2][2];
+      if (EPILOGUE == 4) load_terms(terms, y);
       barrier_wait(bar.c_full(group, warp, i), phase);
       here.read(c);
       if (EPILOGUE == 3) multiply(c, v, 8 * (i % N_HALVES));
       if (EPILOGUE == 2) add_residual(c, v, 8 * (i % N_HALVES), x, y);
+      if (EPILOGUE == 4) add_terms(c, v, terms);
       here.write(c);
       publish();
       if (lane == 0) {
@@ -154,6 +157,25 @@ struct Consumer {
         sums[group_of_columns + j][0] += d0;
         sums[group_of_columns + j][1] += d1;
         c[j][h] = pack_pair(d0, d1);
+      }
+  }
+  RL_D void load_terms(float (&terms)[2][2], int y) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = y + (lane >> 2) + 8 * h;
+      terms[h][0] = row < p.m ? p.terms[row] : 0.f;
+      terms[h][1] = row < p.m ? p.terms[p.m + row] : 0.f;
+    }
+  }
+  RL_D void add_terms(u32 (&c)[8][2], const float* v, const float (&terms)[2][2]) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float t0 = fused_multiply_add(terms[h][1], pair_low(c[j][h]), terms[h][0]);
+        const float t1 = fused_multiply_add(terms[h][1], pair_high(c[j][h]), terms[h][0]);
+        c[j][h] = pack_pair(fused_multiply_add(p.factor, v[4 * j + 2 * h], t0),
+                            fused_multiply_add(p.factor, v[4 * j + 2 * h + 1], t1));
       }
   }
   RL_D void add_residual(u32 (&c)[8][2], const float* v, int group_of_columns, int x, int y) {

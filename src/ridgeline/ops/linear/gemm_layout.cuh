@@ -50,4 +50,7 @@ struct Tiles {
 struct Problem {  // what every part of the kernel needs to know of its operands
   const TensorMap *a, *b, *c, *d, *u;
   int n;
+  const float* terms;  // epilogue 4: α of every row, then β
+  int m;
+  float factor;
 };

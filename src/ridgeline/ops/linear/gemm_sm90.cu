@@ -8,7 +8,7 @@
 //   TILE_M 64 or 128, TILE_N 64, 128 or 256: a warpgroup's output tile. STAGES: ring slots.
 //   K_CHUNKS: ceil(K / 64). B_TRANSPOSED: B is given as [K, N].
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
-//             3 D = acc · C, with column sums of D
+//             3 D = acc · C, with column sums of D   4 D = factor · acc + α + β C, with a row's α and β
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2).
 //   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
 #include "gemm_epilogue.cuh"
@@ -119,10 +119,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
              const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
              const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
              const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample,
-             int first_sample) {
+             int first_sample, const float* factor, const float* terms, int m) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
-  const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
+  Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, terms, m, 1.f};
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);
@@ -138,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   __syncthreads();
   wait_for_previous();
   let_next_start();
+  if (EPILOGUE == 4) p.factor = *factor;
   const Tiles tiles(schedule + static_cast<i64>(blockIdx.x) * segments);
   if (group < 0) {
     registers_down<40>();

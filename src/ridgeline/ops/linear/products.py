@@ -140,9 +140,12 @@ def input_gradient_raw(
     slope_NK: Tensor | None = None,
     norm: FoldedNorm | None = None,
     sums: bool = True,
+    terms: gemm.RowTerms | None = None,
     impl: str = "torch",
 ) -> Tensor | None:
     """dx = dy W; where x was a GELU, with its derivative in `slope_NK`, the gradient of its input: dy W · slope.
+
+    With `terms` ("cuda" alone) dx = factor · dy W + α + β c.
 
     Returns:
         With `slope_NK` and `sums`, fp32 rows [P, K] whose sum over P is the column sum of dx (the gradient of the
@@ -150,6 +153,10 @@ def input_gradient_raw(
         With the `norm` before the GELU's product too, whose 1 / σ then multiplies dx behind those sums.
     """
     named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
+    if terms is not None:
+        with named:
+            fitting = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "terms") or gemm.Config()
+            return gemm.gemm(dy_NM, weight_MK, dx_NK, fitting, transposed_b=True, terms=terms)
     if impl == "cuda" and dy_NM.dtype == torch.float32:
         with named:
             doubles.product(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)

@@ -23,6 +23,7 @@ SMEM_LIMIT = 227 * 1024
 THREADS = 512
 TILE, GROUPS, WARPS = 64, 2, 8  # rows of a tile, warpgroups that take tiles, warps of those
 STEP = 16  # a head's inner width is padded to a multiple of it
+LINE = 64  # numbers in 128 bytes: rows start at multiples of these, or every copy of 128 bytes takes parts of two lines
 NARROW = 64  # columns of the tile of a head's dl and side
 
 
@@ -93,7 +94,7 @@ def forward(
         eps: of the norms.
     """
     N, K = targets_NK.shape
-    q_NW = x_NC.new_empty(N, plan.inner)
+    q_NW = x_NC.new_empty(N, _up(plan.inner, LINE))[:, : plan.inner]
     forward_raw(x_NC, packed.a_WC, q_NW, impl="cuda")
     heard_NE = x_NC.new_empty(N, _up(plan.heads[-1].earlier, 8))
     state_2N = x_NC.new_empty(2, N, dtype=torch.float32)

@@ -12,7 +12,8 @@ from torch import Tensor
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two
 from ridgeline.ops.linear import unavailable
-from ridgeline.ops.linear.products import forward_raw, weight_gradient_raw
+from ridgeline.ops.linear.gemm import RowTerms
+from ridgeline.ops.linear.products import forward_raw, input_gradient_raw, weight_gradient_raw
 from ridgeline.ops.policy_heads import triton as kernels
 from ridgeline.ops.policy_heads.layout import CHUNK, HeadPlace, Layout, layout
 from ridgeline.ops.policy_heads.reference import HeadWeights
@@ -181,6 +182,8 @@ def state_gradient(
         packed.a_WC, scaled_WC, dlosses_K, passed.sums, factors, _head_of(plan, x_NC.device),
         C=C, K=K, LOSSES_AT=plan.classes, BLOCK_K=power_of_two(K), BLOCK_C=power_of_two(C), num_warps=4,
     )  # fmt: skip
+    if x_NC.element_size() == 2 and unavailable("cuda", x_NC.device, x_NC.dtype) is None:
+        return _with_terms(passed, scaled_WC, x_NC, factors), factors
     dx_NC = torch.mm(passed.q_NW, scaled_WC)
     block = power_of_two(C)
     rows = max(1, 2048 // block)
@@ -188,6 +191,16 @@ def state_gradient(
         dx_NC, x_NC, passed.rows_K2N, factors, N, C=C, K=K, ROWS=rows, BLOCK_C=block, num_warps=4
     )
     return dx_NC, factors
+
+
+def _with_terms(passed: Passed, scaled_WC: Tensor, x_NC: Tensor, factors: Tensor) -> Tensor:
+    """The gradient of x in the product's own epilogue."""
+    N, K = len(x_NC), len(passed.rows_K2N)
+    terms_2N, dx_NC = x_NC.new_empty(2, N, dtype=torch.float32), torch.empty_like(x_NC)
+    kernels.row_terms_kernel[(grid_rows(N, 1024),)](passed.rows_K2N, factors, terms_2N, N, K=K, ROWS=1024, num_warps=4)
+    terms = RowTerms(x_NC, terms_2N, factors[K:])
+    input_gradient_raw(passed.q_NW, scaled_WC, dx_NC, terms=terms, impl="cuda")
+    return dx_NC
 
 
 @functools.lru_cache(maxsize=64)

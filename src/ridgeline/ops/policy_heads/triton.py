@@ -270,6 +270,19 @@ def state_gradient_kernel(
     tl.store(dx_ptr + place_RC, dx_RC.to(dx_ptr.dtype.element_ty), mask=inside_RC)
 
 
+@triton.jit(do_not_specialize=["N"])
+def row_terms_kernel(rows_ptr, factors_ptr, out_ptr, N, K: tl.constexpr, ROWS: tl.constexpr):
+    """Σ_heads factor · α and Σ_heads factor · β of every row."""
+    row_R = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside_R = row_R < N
+    for which in tl.static_range(2):
+        total_R = tl.zeros((ROWS,), dtype=tl.float32)
+        for head in tl.static_range(K):
+            place_R = rows_ptr + (2 * head + which) * tl.cast(N, tl.int64) + row_R
+            total_R += tl.load(factors_ptr + head) * tl.load(place_R, mask=inside_R, other=0.0)
+        tl.store(out_ptr + which * tl.cast(N, tl.int64) + row_R, total_R, mask=inside_R)
+
+
 @triton.jit
 def put(out_ptr, place, value, mask, ADD: tl.constexpr):
     """Store or add `value`."""
