@@ -74,7 +74,7 @@ def dtable(N, K, V, C, small):
             dt.zero_()
             table_gradient_sorted_raw(d, ids, dt, ends, config=Launch(rows=64, warps=warps, columns=columns))
 
-        for columns, warps in ((64, 4), (128, 4), (256, 8)):
+        for columns, warps in ((64, 4), (64, 8), (128, 8), (256, 8)):
             trials.append(
                 dict(
                     name=f"c{columns}w{warps} (+zero)",
