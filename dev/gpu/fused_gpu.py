@@ -35,6 +35,7 @@ WORKLOADS = {
     "fast-c256": (FAST, 32, 256),
     "fast-c256-2048": (dataclasses.replace(FAST, context=2048), 4, 2048),
     "gpt2-c256-2048": (dataclasses.replace(GPT2, context=2048), 4, 2048),
+    "gpt2-c256-64": (GPT2, 64, 256),
     "gpt2-c256-512": (GPT2, 512, 256),
     "fast-c256-512": (FAST, 512, 256),
     "hal-20m": (HAL, 512, 256),

@@ -58,7 +58,8 @@ QUIET_S = 70  # longest that one waits for the other
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Sizes, contenders, steps of a turn, its shortest length, steps whose phases are measured, steps profiled, rounds, who
-    is profiled, and whether it is looked into last, when the memory of the others is free."""
+    is profiled, whether it is looked into last, when the memory of the others is free, and whether it is timed on a quiet
+    host, because kernels that are launched one by one would wait for it."""
 
     sizes: dict = dataclasses.field(default_factory=dict)
     contenders: str = PAIR
@@ -69,6 +70,7 @@ class Row:
     rounds: int = 4
     within: tuple = ()
     last: bool = False
+    quiet: bool = False
 
 
 def rows():
@@ -78,27 +80,31 @@ def rows():
     found = {
         # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups.
         # At the power limit a step is faster until the limit is felt: turns long enough that it is, most of the time
-        "hal-20m:pytorch": Row({}, f"{PAIR},compile+graph:explicit", 10, 1.2, rounds=6, phases=3, last=True),
-        "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, **short),
-        "hal-20m:foot": Row({}, f"{PAIR},m0,eager,reduce-overhead,compile", 3, profile=1, within=("m0",), **short),
+        "hal-20m:pytorch": Row(
+            {}, f"{PAIR},compile+graph:explicit,reduce-overhead,compile", 10, 1.2, phases=3, last=True
+        ),
+        "hal-20m:ladder": Row({}, f"{PAIR},m1,m2,m3,r16", 4, profile=1, quiet=True, **short),
+        "hal-20m:foot": Row({}, f"{PAIR},m0,eager", 3, profile=1, within=("m0",), **short),
         "hal-20m:graph": Row({}, f"{PAIR},graph,max-autotune", 4, **short),
         "hal-20m:singles": Row({}, f"{PAIR},m2,{SINGLES}", 4, rounds=2),
         "hal-5m": Row({}, f"{PYTORCH},compile+graph:explicit", 10, 0.6, phases=3),
-        "hal-5m:ladder": Row({}, f"{PAIR},{ALL_RUNGS},r16+recompute,compile", 6, profile=1, within=rungs, **short),
+        "hal-5m:ladder": Row(
+            {}, f"{PAIR},{ALL_RUNGS},r16+recompute,compile", 6, profile=1, within=rungs, quiet=True, **short
+        ),
         "gpt2-124m": Row({}, PAIR, 8, 1.2, rounds=6, phases=3, last=True),
     }
     for name in ("gpt2-c256", "fast-c256"):
         peers = "transformers,liger" if name == "gpt2-c256" else "liger"
-        found[name] = Row({}, PYTORCH, 30, phases=3)
+        found[name] = Row({}, PYTORCH, 30, phases=3, quiet=True)
         ladder = f"{PAIR},{ALL_RUNGS},{peers},compile,{SINGLES}"
-        found[f"{name}:ladder"] = Row({}, ladder, 30, profile=1, within=rungs, **short)
+        found[f"{name}:ladder"] = Row({}, ladder, 30, profile=1, within=rungs, quiet=True, **short)
         found[f"{name}:autotune"] = Row({}, f"{PAIR},max-autotune", 30, **short)
         found[f"{name}-512"] = Row({"batch": 512}, steps=12, turn_s=0.8)
         found[f"{name}-fp32"] = Row({"precision": "fp32"}, steps=15)
         for context in (128, 512, 1024):
             sizes = {"batch": 8192 // context, "context": context}
-            found[f"{name}-t{context}"] = Row(sizes, PYTORCH, rounds=2)
-        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, PYTORCH)
+            found[f"{name}-t{context}"] = Row(sizes, PYTORCH, rounds=2, quiet=True)
+        found[f"{name}-2048"] = Row({"batch": 4, "context": 2048}, PYTORCH, quiet=True)
     found[f"{MQA}-2048"] = Row({"batch": 4, "context": 2048})
     for name in ("gpt2-c256", "fast-c256", MQA):  # what one KV head does for long windows
         found[f"{name}-4096"] = Row({"batch": 4, "context": 4096})
@@ -217,15 +223,10 @@ def started(self, names, teams):
 
 def timed(self, teams):
     wave.wait_turn(row_here(), "turns")
-    with host(alone=True) if any(map(launched_by_host, teams)) else contextlib.nullcontext():
+    with host(alone=True) if ROWS[row_here()].quiet else contextlib.nullcontext():
         turns(self, teams)
     print(row_here(), "took turns:", *medians(teams), f"at {time.time() - wave.began:.0f} s", flush=True)
     wave.leave(row_here(), "turns")
-
-
-def launched_by_host(team):
-    """Whether its kernels are launched one by one, so that the host's other work would be seen in its times."""
-    return not team.error and not find_contender(team.name).settings.capture
 
 
 def medians(teams):

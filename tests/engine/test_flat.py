@@ -132,6 +132,9 @@ def test_load_names_what_does_not_fit():
         flat.load(flat.grad, {"weight": torch.zeros(2, 3)}, "the moment")
     with pytest.raises(CheckpointError, match="of weight has shape"):
         flat.load(flat.grad, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "the moment")
+    with pytest.raises(CheckpointError, match="of bias has shape"):
+        flat.load(flat.grad, {"weight": torch.ones(2, 3), "bias": torch.ones(3)}, "the moment")
+    assert not flat.grad.any()
 
 
 def test_a_second_step_takes_the_model_over():

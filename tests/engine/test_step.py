@@ -145,6 +145,26 @@ def test_the_run_stops_with_the_first_bad_tensor():
         step.check()
 
 
+def test_a_bad_tensor_among_several_results_is_named():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x, [x / 0]
+
+    class Paired(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.pair = nn.Parameter(torch.ones(3)), Pair()
+
+        def forward(self, x):
+            first, (second,) = self.pair(x * self.scale)
+            return (first + second).sum()
+
+    step = TrainStep(Paired(), lambda model, batch: model(batch), precision="fp32", bad_steps=1)
+    step(torch.ones(2, 3))
+    with pytest.raises(RidgelineError, match="output of pair"):
+        step.check()
+
+
 def test_a_bad_gradient_is_named():
     class Rooted(nn.Module):
         def __init__(self) -> None:

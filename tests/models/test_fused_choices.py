@@ -185,3 +185,29 @@ def test_every_choice_on_the_card(
     chosen = dataclasses.replace(chosen, out=out, rows=rows, grouped=grouped, side_stream=side_stream)
     monkeypatch.setattr(stack, "choose", lambda *_: chosen)
     errs_at_most_one_and_a_half_times_as_pytorch(model)
+
+
+@pytest.mark.parametrize(
+    ("B", "rows", "grouped"),
+    [
+        (32, ROWS, True),
+        (33, ROWS, True),
+        (34, frozenset(), True),
+        (128, frozenset(), True),
+        (129, frozenset(), False),
+        (257, frozenset(), True),
+    ],
+)
+def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
+    monkeypatch: pytest.MonkeyPatch, B: int, rows: frozenset[str], grouped: bool
+) -> None:
+    """Beyond, a second tile would double the time; weight gradients stay one launch while that pays."""
+    from ridgeline.models.config import DecoderConfig
+    from ridgeline.models.fused import choices
+
+    monkeypatch.setattr(choices, "attention_missing", lambda *_: None)
+    monkeypatch.setattr(choices, "rows_missing", lambda *_: None)
+    monkeypatch.setattr(choices.linear, "unavailable", lambda *_: None)
+    config = DecoderConfig(layers=6, width=256, heads=8)
+    chosen = choose.__wrapped__(config, torch.device("cuda"), torch.bfloat16, B, 256)
+    assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)

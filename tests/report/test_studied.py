@@ -82,15 +82,41 @@ def test_norms():
 
 def test_whole_commands():
     row = {"seed": 0, "caches": "full", "imports_s": 3.5, "data_s": 0.01, "first_step_s": 1.25, "held_s": 1.31,
-           "held_at_step": 800, "training_s": 1.97, "in_all_s": 9.0}  # fmt: skip
+           "held_at_step": 800, "training_s": 1.97, "validations_s": 0.3, "checkpoints_s": 0.5, "call_s": 4.0,
+           "in_all_s": 9.0}  # fmt: skip
     short = {**row, "caches": "empty", "first_step_s": 22.0, "held_s": None, "held_at_step": None}
     curves = [{"figure": "starts", "name": "shakespeare-fast", "target": 1.4697, "rows": [row, short]}]
     record = samples.record("study", "tinyshakespeare", 32, 256, curves=curves)
     text = studied.starts([study(), record])
     assert "training to 1.4697, s" in text
-    assert "| 0 | full | 3.50 | 0.01 | 1.25 | 1.31 | 800 | 1.97 | 9.00 |" in text
-    assert "| 0 | empty | 3.50 | 0.01 | 22.00 | – | – | – | – |" in text
+    assert "| 0 | full | 3.50 | 0.01 | 1.25 | 1.31 | 800 | 1.97 | 0.30 | 0.50 | 4.00 | 9.00 |" in text
+    assert "| 0 | empty | 3.50 | 0.01 | 22.00 | – | – | – | – | – | – | – |" in text
     assert studied.starts([study(), replace(record, gpus=0)]) == studied.MISSING
+
+
+def test_a_search():
+    trial = {"number": 0, "params": {"layers": 3, "lr": 0.0012345}, "state": "complete", "quality": 1.59,
+             "seconds": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
+    trials = [
+        {**trial, "number": 1, "quality": 1.7, "state": "pruned"},
+        trial,
+        {**trial, "number": 2, "state": "refused", "quality": None},
+        {**trial, "number": 3, "quality": 1.6, "seconds": 0.61},
+    ]
+    curves = [
+        {"figure": "trials", "name": "trials", "rows": trials},
+        {"figure": "setting", "name": "setting", "goal": ["loss", 1.6], "trial_s": 3.0, "budget_s": 55.0},
+    ]
+    record = samples.record("search", "tinyshakespeare", 32, 256, curves=curves)
+    text = studied.searched([study(), record]).splitlines()
+    counted = "1 pruned, 2 complete, 1 refused (… was left early)."
+    assert text[0].endswith(f": loss=1.6, budget 55 s, 3 s of training a trial: {counted}")
+    assert text[4:] == [
+        "| 3 | layers 3, lr 0.0012 | 1.6000 | 0.61 | 9.00 M | 12.0 M |",
+        "| 0 | layers 3, lr 0.0012 | 1.5900 | – | 9.00 M | 12.0 M |",
+        "| 1 | layers 3, lr 0.0012 | 1.7000 … | – | 9.00 M | 12.0 M |",
+    ]
+    assert studied.searched([study(), replace(record, gpus=0)]) == studied.MISSING
 
 
 def test_an_inversion():

@@ -24,7 +24,7 @@ from ridgeline.study.folder import RECORD, keep_record, write_whole
 from ridgeline.study.search import Search, chosen_config, search
 from ridgeline.study.search_record import search_record
 from ridgeline.study.space import SETTINGS, default_space, narrowed
-from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.study.trials import Goal, Trial, best_of, choice, front, states_of
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, to_toml
 
@@ -175,17 +175,9 @@ def _seconds(text: str) -> float:
 
 def _line(trial: Trial) -> str:
     if trial.reason is not None or trial.quality is None:
-        return f"trial {trial.number} {trial.state}: {trial.reason} ({_choice(trial)})"
+        return f"trial {trial.number} {trial.state}: {trial.reason} ({choice(trial.params)})"
     reached = f", target held from second {trial.seconds:.1f}" if trial.seconds is not None else ""
-    return f"trial {trial.number} {trial.state}: {trial.quality:.4f}{reached} ({_choice(trial)})"
-
-
-def _choice(trial: Trial) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in trial.params.items())
-
-
-def _short(value: Any) -> str:
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
+    return f"trial {trial.number} {trial.state}: {trial.quality:.4f}{reached} ({choice(trial.params)})"
 
 
 def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: Path) -> None:
@@ -199,7 +191,7 @@ def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: P
     for trial in judged[:SHOWN]:
         table.add_row(
             str(trial.number),
-            _choice(trial),
+            choice(trial.params),
             f"{trial.quality:.4f}{'' if trial.state == 'complete' else ' …'}",
             "" if trial.seconds is None else f"{trial.seconds:.1f}",
             "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}",
@@ -207,9 +199,8 @@ def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: P
         )
     console = Console()
     console.print(table)
-    states = [trial.state for trial in trials]
-    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    console.print(f"{len(trials)} trials: {counts} (… was left early)", highlight=False)
+    counts = states_of([trial.state for trial in trials])
+    console.print(f"{len(trials)} trials: {counts}", highlight=False)
     if goal.value is not None and best.seconds is None:
         console.print(_missed(plan, best), highlight=False, soft_wrap=True)
     leader = None

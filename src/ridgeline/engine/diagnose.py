@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ridgeline.engine.feed import Feed
 from ridgeline.engine.passes import Passes
@@ -14,7 +15,7 @@ from ridgeline.engine.passes import Passes
 
 def _watch(found: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in output.values() if isinstance(output, dict) else (output,):
+        for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, Tensor) and not bool(torch.isfinite(tensor).all()):
                 found.append(f"output of {name or type(module).__name__}")
 

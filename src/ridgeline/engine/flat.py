@@ -192,7 +192,7 @@ class FlatParameters:
         """Copies tensors by name into a buffer of this layout.
 
         Raises:
-            CheckpointError: a name is missing or too many, or a shape differs.
+            CheckpointError: a name is missing or too many, or a shape differs; then nothing has been copied.
         """
         views = self.views(flat)
         if views.keys() != named.keys():
@@ -203,4 +203,5 @@ class FlatParameters:
                 raise CheckpointError(
                     f"{what} of {name} has shape {tuple(named[name].shape)}, the model wants {tuple(view.shape)}"
                 )
+        for name, view in views.items():
             view.copy_(named[name])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ridgeline.engine.feed import tensors_of
 from ridgeline.engine.step import TrainStep
 from ridgeline.errors import OutOfMemoryError
 
@@ -42,10 +43,11 @@ def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Seque
             for which the card has too little memory.
     """
     found: dict[int, float] = {}
+    leaves, _ = tensors_of(batch)
     for lanes in candidates:
         step = make(lanes)
         try:
-            if len(next(iter(torch.utils._pytree.tree_leaves(batch)))) % step.cut.pieces == 0:
+            if len(leaves[0]) % step.cut.pieces == 0:
                 found[lanes] = _milliseconds(step, batch)
         except OutOfMemoryError:
             if not found:

@@ -263,6 +263,7 @@ OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that ar
     "divergence": studied.divergence,
     "starts": studied.starts,
     "inversion": studied.inversion,
+    "search": studied.searched,
 }
 
 

@@ -15,10 +15,12 @@ from ridgeline.report.played import MISSING, curves_of, setting_of
 from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
+from ridgeline.study.trials import choice, states_of
 
 SHORT = 300  # steps of a comparison that looks where the article looked, after 200
 LONG = 2048  # positions from which a window counts as long
 GB = 1e9
+WHOLE = ("training_s", "validations_s", "checkpoints_s", "call_s", "in_all_s")  # of a command that trained to its end
 
 
 def comparison(records: Sequence[Record]) -> str:
@@ -87,20 +89,49 @@ def starts(records: Sequence[Record]) -> str:
     record = next((r for r in records if r.gpus and curves_of(r, "starts")), None)
     if record is None:
         return MISSING
-    rows = [
-        [
-            number(row["seed"], "d"),
-            words(row["caches"]),
-            *(number(row[key], ".2f") for key in ("imports_s", "data_s", "first_step_s", "held_s")),
-            number(row["held_at_step"], ",d"),
-            *(number(row[key] if row["held_s"] is not None else None, ".2f") for key in ("training_s", "in_all_s")),
-        ]
-        for row in _rows(record, "starts")
-    ]
+    rows = []
+    for row in _rows(record, "starts"):
+        rows.append(
+            [
+                number(row["seed"], "d"),
+                words(row["caches"]),
+                *(number(row[key], ".2f") for key in ("imports_s", "data_s", "first_step_s", "held_s")),
+                number(row["held_at_step"], ",d"),
+                *(number(row.get(key) if row["held_s"] is not None else None, ".2f") for key in WHOLE),
+            ]
+        )
     target = curves_of(record, "starts")[0]["target"]
     headers = ("seed", "caches", "imports, s", "data", "compilation, capture, first step", f"training to {target:g}, s",
-               "steps", "training in all", "whole command")  # fmt: skip
+               "steps", "training in all", "validations", "checkpoints", "this run", "whole command")  # fmt: skip
     return f"{_where(record)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def searched(records: Sequence[Record]) -> str:
+    """The trials of a search that were judged, the best first, with predicted beside measured speed."""
+    record = next((r for r in records if r.gpus and r.kind == "search"), None)
+    if record is None:
+        return MISSING
+    setting = curves_of(record, "setting")[0]
+    kind, target = setting["goal"]
+    sign = 1 if kind == "loss" else -1
+    trials = _rows(record, "trials")
+    judged = [trial for trial in trials if trial["quality"] is not None]
+    judged.sort(key=lambda trial: (trial["seconds"] or math.inf, sign * trial["quality"]))
+    rows = [
+        [
+            number(trial["number"], "d"),
+            words(choice(trial["params"])),
+            words(f"{trial['quality']:.4f}{'' if trial['state'] == 'complete' else ' …'}"),
+            number(trial["seconds"], ".2f"),
+            *(quantity(trial[key]) for key in ("tokens_per_s", "predicted_tokens_per_s")),
+        ]
+        for trial in judged
+    ]
+    headers = ("trial", "choice", kind, "held from second", "tokens/s", "at the floor")
+    sought = kind if target is None else f"{kind}={target:g}"
+    told = f"{sought}, budget {setting['budget_s']:g} s, {setting['trial_s']:g} s of training a trial:"
+    counts = states_of([trial["state"] for trial in trials])
+    return f"{_where(record)} {told} {counts}.\n\n{Table(headers=headers, rows=rows).markdown()}"
 
 
 def inversion(records: Sequence[Record]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -126,3 +126,14 @@ def front(trials: list[Trial], goal: Goal) -> list[tuple[float, float, int]]:
         if not found or sign * quality < sign * found[-1][1]:
             found.append((seconds, quality, number))
     return found
+
+
+def choice(params: Mapping[str, Any]) -> str:
+    """What a trial chose, in words."""
+    short = {name: f"{value:.2g}" if isinstance(value, float) else value for name, value in params.items()}
+    return ", ".join(f"{name} {value}" for name, value in short.items())
+
+
+def states_of(states: Sequence[str]) -> str:
+    """How many trials came to which end, in words."""
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) + " (… was left early)"

@@ -14,6 +14,7 @@ from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
+WAVE_TOKENS = 8448  # rows up to which the row-fused kernels have one tile a multiprocessor; with two they lose 16 %
 MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
 
 
@@ -96,7 +97,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     hopper = hopper and (dtype != torch.float32 or config.qkv_width % 4 == 0)
     few = device.type == "cuda" and B * T <= FEW_TOKENS
     narrow = rows_missing(config, device, dtype) is None
-    whole_rows, many = few and narrow, narrow and B * T > MANY_TOKENS
+    whole_rows, many = few and narrow and B * T <= WAVE_TOKENS, narrow and B * T > MANY_TOKENS
     doubles = hopper and dtype == torch.float32
     out = _projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few or doubles)
     return Choices(
@@ -107,8 +108,8 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         folded=out == "residual" and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
         rest="cuda" if doubles else "torch",
-        grouped=whole_rows or many or doubles,
+        grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,
         early=not many,
-        side_stream=few and not whole_rows and not doubles,  # a group fills the card
+        side_stream=few and not narrow and not doubles,  # a group fills the card
     )
