@@ -218,6 +218,7 @@ def all_cases(group):
         yield "norm bwd joined+drop 32768x1024", partial(norms.norm_backward, 32768, 1024, "joined+drop")
     if group == "wide":
         yield "norm bwd joined 65536x768", partial(norms.norm_backward, 65536, 768, "joined")
+        yield "dtable sorted 65536x768 V50257", partial(embeddings.dtable, 65536, 1, 50257, 768, False)
     if group == "sums":
         for P, W in (
             (132, 768),

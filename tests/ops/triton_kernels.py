@@ -177,8 +177,8 @@ def embedding_cases() -> dict[str, Case]:
             embedding.table_gradient_sorted_kernel,
             pointers("bf16 dout; i64 order sorted; fp32 dtable ends"),
             {"N": "i32", "K": "i32", "stride": "i32/16", "V": "i32"},
-            {"C": C, "CHUNK": embedding.CHUNK, "BLOCK_C": 64},
-            Launch(rows=1, warps=4),
+            {"C": C, "CHUNK": embedding.CHUNK, "BLOCK_C": embedding.SORTED.columns},
+            embedding.SORTED,
         ),
         "table gradient, ends": Case(
             embedding.table_gradient_ends_kernel,

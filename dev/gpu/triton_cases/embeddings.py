@@ -70,15 +70,15 @@ def dtable(N, K, V, C, small):
     else:
         ends = torch.empty(-(-N * K // 64), 2, C, device=DEV)
 
-        def run(warps):
+        def run(columns, warps):
             dt.zero_()
-            table_gradient_sorted_raw(d, ids, dt, ends, warps=warps)
+            table_gradient_sorted_raw(d, ids, dt, ends, config=Launch(rows=64, warps=warps, columns=columns))
 
-        for warps in (4, 8):
+        for columns, warps in ((64, 4), (64, 8), (128, 8), (256, 8)):
             trials.append(
                 dict(
-                    name=f"w{warps} (+zero)",
-                    run=lambda w=warps: run(w),
+                    name=f"c{columns}w{warps} (+zero)",
+                    run=lambda launch=(columns, warps): run(*launch),
                     check=lambda: {"dt": rel(dt, ref)},
                     state=lambda: [dt.clone()],
                     outs=[dt],

@@ -23,6 +23,7 @@ from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
 
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 CHUNK = 64  # sorted indices of a chunk
+SORTED = Launch(rows=CHUNK, warps=4, columns=64)  # of their gradient
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset", "N"])
@@ -81,9 +82,13 @@ def table_gradient_sorted_kernel(
     dout_ptr, order_ptr, sorted_ptr, dtable_ptr, ends_ptr, N, K, stride, V,
     C: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Sums of the runs of one chunk: inner runs are added to the table, first and last are left in `ends`."""
-    chunk = tl.program_id(0)
-    column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    """Sums of the runs of one chunk: inner runs are added to the table, first and last are left in `ends`.
+
+    Programs of a chunk follow each other, so that memory is read a row at a time.
+    """
+    blocks = tl.cdiv(C, BLOCK_C)
+    chunk = tl.program_id(0) // blocks
+    column_C = tl.program_id(0) % blocks * BLOCK_C + tl.arange(0, BLOCK_C)
     inside_C = column_C < C
     lane_R = tl.arange(0, CHUNK)
     place_R = chunk * CHUNK + lane_R
@@ -223,7 +228,7 @@ def table_gradient_small_raw(
 
 
 def table_gradient_sorted_raw(
-    dout_NX: Tensor, ids_NK: Tensor, dtable_VC: Tensor, ends_Z2C: Tensor, *, warps: int = 4
+    dout_NX: Tensor, ids_NK: Tensor, dtable_VC: Tensor, ends_Z2C: Tensor, *, config: Launch | None = None
 ) -> None:
     """Add a large table's gradient: a stable sort (whose memory comes from the caching allocator) and two launches.
 
@@ -231,18 +236,20 @@ def table_gradient_sorted_raw(
         dout_NX: gradient of the gathered rows, K · C columns used; rows may be strided.
         ids_NK: as in the forward pass. `dtable_VC`: fp32, added to.
         ends_Z2C: fp32 for the runs at the ends of Z = ⌈N · K / 64⌉ chunks.
-        warps: of a program.
+        config: launch (warps, columns); None for the frozen one.
     """
     (N, K), (V, C) = ids_NK.shape, dtable_VC.shape
+    config = config or SORTED
     sorted_ids, order = torch.sort(ids_NK.flatten(), stable=True)
-    block_c = max(16, min(64, power_of_two(C)))
-    chunks, blocks = grid_rows(N * K, CHUNK), grid_rows(C, block_c)
-    table_gradient_sorted_kernel[(chunks, blocks)](
+    block_c = max(16, min(config.columns, power_of_two(C)))
+    chunks = grid_rows(N * K, CHUNK)
+    table_gradient_sorted_kernel[(chunks * grid_rows(C, block_c),)](
         dout_NX, order, sorted_ids, dtable_VC, ends_Z2C, N, K, dout_NX.stride(0), V,
-        C=C, CHUNK=CHUNK, BLOCK_C=block_c, num_warps=warps,
+        C=C, CHUNK=CHUNK, BLOCK_C=block_c, num_warps=config.warps,
     )  # fmt: skip
-    table_gradient_ends_kernel[(chunks, 2, blocks)](
-        sorted_ids, dtable_VC, ends_Z2C, N * K, V, C=C, CHUNK=CHUNK, ROWS=16, BLOCK_C=block_c, num_warps=warps
+    block_c = max(16, min(64, power_of_two(C)))
+    table_gradient_ends_kernel[(chunks, 2, grid_rows(C, block_c))](
+        sorted_ids, dtable_VC, ends_Z2C, N * K, V, C=C, CHUNK=CHUNK, ROWS=16, BLOCK_C=block_c, num_warps=4
     )
 
 
