@@ -78,6 +78,8 @@ extern "C" __global__ void __launch_bounds__(128 * ALL, 1) square(u32* cycles, f
   u32 pp[HALF / 2], pd[HALF / 2];
   for (auto& v : s) v = 0.f;
   for (auto& v : dp) v = 0.f;
+#pragma unroll
+  for (int i = 0; KIND == 7 && i < HALF; ++i) s[i] = scale * (i + lane), dp[i] = scale * (i - lane);  // all differ, or ptxas makes one of two
   for (auto& v : x) v = 0.f;
   for (auto& v : y) v = 0.f;
   for (auto& v : pp) v = 0;
@@ -120,6 +122,7 @@ extern "C" __global__ void __launch_bounds__(128 * ALL, 1) square(u32* cycles, f
         if (TURN == 1) turn_out(g);
         wgmma_wait<0>();
         wgmma_touch(s); wgmma_touch(dp);
+        if (KIND == 6) pp[0] = as_bits(s[0]), pd[0] = as_bits(dp[0]);  // ptxas drops products that nobody reads
         if (ORDER < 4) { wgmma_touch(x); wgmma_touch(y); }
         if (TURN == 2) turn_out(g);
         if (KIND == 2) probabilities<HALF>(pp, s, sum, scale, ref);
