@@ -23,7 +23,7 @@ from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
 
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 CHUNK = 64  # sorted indices of a chunk
-SORTED = Launch(rows=CHUNK, warps=4, columns=64)  # of their gradient
+SORTED = Launch(rows=CHUNK, warps=8, columns=128)  # of their gradient
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset", "N"])

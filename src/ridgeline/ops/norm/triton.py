@@ -162,11 +162,11 @@ def backward_config(N: int, C: int) -> Launch:
     """The launch of the backward kernel for N rows of C.
 
     One warp a program up to 512 columns, so that row sums are shuffles alone; the next tile is in flight meanwhile.
-    Wider rows take many lanes, so that there are registers for enough programs, and two tiles in flight.
+    Wider rows take more warps and programs, and two tiles in flight.
     """
     width = power_of_two(C)
     if width > 512:
-        return Launch(rows=1, warps=width // 256, per_processor=max(1, 6144 // width), stages=3)
+        return Launch(rows=1, warps=width // 512, per_processor=max(1, 6144 // width), stages=3)
     if N * width < 1 << 22:
         return Launch(rows=2, warps=1, per_processor=4)
     return Launch(rows=max(1, 1024 // width), warps=1, per_processor=8, stages=2)
