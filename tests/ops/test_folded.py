@@ -9,6 +9,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from error_budget import DEVICE
+from ridgeline.errors import UnsupportedError
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.linear import gemm, products
@@ -142,3 +143,15 @@ def test_short_samples_under_dropout_leave_the_shares_too(monkeypatch: pytest.Mo
     products.forward_raw(x, weight, r, residual_NM=residual, masks=masks, norm=norm, impl="cuda")
     torch.testing.assert_close(norm.shares_SM2[..., 0].sum(0), r.float().sum(1), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(norm.shares_SM2[..., 1].sum(0), r.float().square().sum(1))
+
+
+def test_products_of_floats_refuse_a_folded_norm():
+    x = torch.ones(4, SHARE)
+    norm = FoldedNorm("rmsnorm", EPS, x[0], x[0], torch.zeros(1, 4, 2), None, torch.ones(4))
+    out, weight = torch.empty(4, SHARE), torch.ones(SHARE, SHARE)
+    with pytest.raises(UnsupportedError, match="fp32 no product takes a folded norm"):
+        products.forward_raw(x, weight, out, norm=norm, impl="cuda")
+    with pytest.raises(UnsupportedError, match="fp32 no product takes a folded norm"):
+        products.forward_raw(x, weight, out, residual_NM=x, norm=norm, impl="cuda")
+    with pytest.raises(UnsupportedError, match="fp32 no product takes a folded norm"):
+        products.input_gradient_raw(x, weight, out, norm=norm, impl="cuda")

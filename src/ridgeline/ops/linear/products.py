@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ridgeline.errors import UnsupportedError
 from ridgeline.ops.linear import doubles, gemm, stationary
 from ridgeline.ops.linear.folded import SHARE, FoldedNorm, FoldedWeights, folded_statistics
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
@@ -61,6 +62,7 @@ def forward_raw(
     With a `norm` the residual's product leaves the norm's shares; any other takes norm(x) in x's place, and writes the
     statistics ("cuda": K of x up to 512).
     """
+    _refuse_folded_floats(x_NK, norm, impl)
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
     if gelu is not None or residual_NM is not None:
         epilogue = "gelu" if gelu is not None else "residual"
@@ -123,6 +125,12 @@ def _forward_torch(
         out_NM.add_(residual_NM)
 
 
+def _refuse_folded_floats(x: Tensor, norm: FoldedNorm | None, impl: str) -> None:
+    """Raises UnsupportedError where the fp64 tensor cores would multiply, whose kernels know no norm."""
+    if norm is not None and impl == "cuda" and x.dtype == torch.float32:
+        raise UnsupportedError("impl='cuda' cannot run: in fp32 no product takes a folded norm; use impl='torch'")
+
+
 def _folded(weight_MK: Tensor, bias_M: Tensor | None, norm: FoldedNorm) -> FoldedWeights:
     """The weights of a product behind a folded norm: a launch of its own."""
     from ridgeline.ops.linear.folded_triton import folded_weights_raw  # imports Triton
@@ -152,6 +160,7 @@ def input_gradient_raw(
         GELU's bias).
         With the `norm` before the GELU's product too, whose 1 / σ then multiplies dx behind those sums.
     """
+    _refuse_folded_floats(dy_NM, norm, impl)
     named = product_scope("input_gradient", len(dy_NM), weight_MK.shape[1], weight_MK.shape[0])
     if terms is not None:
         with named:
