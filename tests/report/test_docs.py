@@ -127,6 +127,8 @@ def test_windows_and_contexts():
     text = docs.written("<!-- from records: contexts -->\n<!-- end -->", records)
     assert [row[1] for row in rows(text)] == ["128", "256", "512", "1024", "2048"]
     assert docs.windows([samples.ladder()]) == docs.MISSING
+    newer = replace(samples.ladder(), contenders=[c for c in samples.ladder().contenders if c.name != "r16"])
+    assert docs.windows([newer, *records]) == docs.windows(records)  # the rung of the newest run that timed it
 
 
 @pytest.mark.parametrize(
@@ -188,3 +190,14 @@ def test_engines_stand_beside_each_other_in_one_order():
     other = replace(record, card="NVIDIA A100", contenders=[replace(c, first_step_s=99.0) for c in record.contenders])
     text = docs.written("<!-- from records: engines -->\n<!-- end -->", [together, other, record])
     assert rows(text) == table  # first steps of an older run on such a card
+    newer = replace(
+        record, contenders=[samples.result(name, ms, 32, 256) for name, ms in (("best", 0.9), ("eager", 9.0))]
+    )
+    table = rows(docs.written("<!-- from records: engines -->\n<!-- end -->", [newer, record]))
+    assert [row[2] for row in table] == [
+        "9",
+        "2",
+        "2.5",
+        "0.9",
+    ]  # who is not in the newest has the row of the one before
+    assert [row[-1] for row in table] == ["10.00×", "2.00×", "2.50×", "–"]  # and the ratio of that run

@@ -224,8 +224,9 @@ def windows(records: Sequence[Record]) -> str:
         found = None if record is None else over_pytorch(record)
         if record is None or found is None or record.workload is None:
             return MISSING
-        rungs = [result for name in X2 if (result := _result(record, name)) is not None]
-        for result in (*_pair(record, found), *rungs):
+        alike = [r for r in records if (r.card, r.gpus, r.workload) == (record.card, record.gpus, record.workload)]
+        rungs = [next(filter(None, (_result(r, rung) for r in (record, *alike))), None) for rung in X2]
+        for result in filter(None, (*_pair(record, found), *rungs)):
             rows.append(
                 [
                     words(f"`{name}`, {record.workload.context} of 256 frames"),

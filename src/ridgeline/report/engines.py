@@ -29,20 +29,22 @@ def engines(records: Sequence[Record], others: Sequence[Record] = ()) -> Table:
 
     Args:
         records: one of a workload.
-        others: further records, newest first, which may have measured first steps.
+        others: further records, newest first: an engine that the one of its workload did not time has the row of the
+            newest that did, and its ratio within that; first steps are those of the newest that measured them.
     """
     rows: list[list[Cell]] = []
     for model in MODELS:
         asked = WorkloadInfo(name=model, batch=BATCH, context=CONTEXT, precision=PRECISION)
         record = next((r for r in records if r.workload == asked), None)
-        found: dict[str, ContenderResult] = {}
-        for result in () if record is None else record.contenders:
-            if result.step_ms is not None:
-                found.setdefault(result.name, result)  # of the first group, whose phases are measured
+        if record is None:
+            continue
+        alike = [r for r in others if (r.card, r.gpus, r.workload) == (record.card, record.gpus, asked)]
         for name in (*PYTORCH, *PEERS, SUBJECT):
-            if record is not None and name in found:
-                alike = [r for r in others if (r.card, r.gpus, r.workload) == (record.card, record.gpus, asked)]
-                rows.append(_row(record, found[name], _first_step(name, [record, *alike])))
+            for run in (record, *alike):
+                result = next((r for r in run.contenders if r.name == name and r.step_ms is not None), None)
+                if result is not None:  # of the first group, whose phases are measured
+                    rows.append(_row(run, result, _first_step(name, [record, *alike])))
+                    break
     headers = ("model", "engine", "ms a step", "tokens/s", *(f"{phase} ms" for phase in PHASES), "first step, s",
                f"`{SUBJECT}` against it")  # fmt: skip
     return Table(headers=headers, rows=rows).without_empty()
