@@ -12,9 +12,9 @@ from torch import nn
 
 from engine.helpers import LANGUAGE, language_batch
 from ridgeline.engine import FlatParameters, Replicas, TrainStep
-from ridgeline.engine.distributed import together
+from ridgeline.engine.distributed import connected, together
 from ridgeline.engine.reduction import Reduction, lay_buckets
-from ridgeline.errors import ConfigError, RidgelineError
+from ridgeline.errors import ConfigError, RidgelineError, WorkerError
 from ridgeline.models import build
 from ridgeline.ops.sink import sink_of
 from ridgeline.optim import OptimizerConfig
@@ -186,3 +186,17 @@ def test_without_torchrun_a_process_is_alone(monkeypatch):
 def test_a_bucket_holds_something():
     with pytest.raises(ConfigError, match="bucket"):
         Replicas(bucket=0)
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        ("Connection reset\nby a trace", "Connection reset"),
+        ("word " * 80, ("word " * 31).strip() + " …"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_a_lost_process_is_told_in_whole_words(cause: str, reason: str) -> None:
+    with pytest.raises(WorkerError) as told, connected():
+        raise RuntimeError(cause)
+    assert str(told.value) == f"another process of this run is gone ({reason}); see its own last words"

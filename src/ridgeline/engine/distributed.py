@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -34,8 +35,9 @@ def connected() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # every error of torch.distributed is one
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise WorkerError(f"another process of this run is gone ({reason[0][:200]}); see its own last words") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = textwrap.shorten(lines[0], 160, placeholder=" …")
+        raise WorkerError(f"another process of this run is gone ({reason}); see its own last words") from error
 
 
 class Replicas:
