@@ -18,7 +18,9 @@ KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on t
 
 PYTHONPATH=src python dev/gpu/race_gpu.py join RECORD.json FOLDERS.tgz …      # anywhere, also without a card
 
-joins what runs of one race packed, each of which trained some of its contenders and let them play, to one record.
+joins what runs of one race packed, each of which trained some of its contenders and let them play, to one record. Where
+a run ended before its games did, the record says how many were played; of a contender that is in several, the first
+that trained it to its end counts.
 """
 
 import contextlib
@@ -118,7 +120,9 @@ def train_all(trainers, deadline, seconds):
     devices = [trainer.device for trainer in trainers]
     needed = max((devices.count(device) * (seconds + 5) for device in devices), default=0)
     if needed > left(deadline):
-        raise SystemExit(f"training takes {needed:.0f} s and {left(deadline):.0f} s are left before the games: not begun")
+        raise SystemExit(
+            f"training takes {needed:.0f} s and {left(deadline):.0f} s are left before the games: not begun"
+        )
     say("training begins")
     while left(deadline) > 0:
         for device in {trainer.device for trainer in trainers}:
@@ -190,7 +194,7 @@ def join(file, archives):
     """One record of one race from what several runs packed."""
     from ridgeline.records import write_record
     from ridgeline.study.outcome import make_record
-    from ridgeline.study.race import GAMES, open_race, run_race
+    from ridgeline.study.race import GAMES, open_race, read_outcome
 
     with tempfile.TemporaryDirectory() as temporary:
         joined, names = Path(temporary) / "race", []
@@ -207,7 +211,7 @@ def join(file, archives):
                 stream.write((part / GAMES).read_bytes())
             names += new
         race = read_race(joined, names)
-        record = make_record(race, run_race(race, joined, threads=1, processes=1, timeout=60))
+        record = make_record(race, read_outcome(race, joined))
         write_record(record, file)
         tell("race", json.loads(Path(file).read_text()))
 

@@ -24,8 +24,8 @@ def race(
     ]  # fmt: skip
     for name in names:
         points = [
-            {"at": at, "seconds": at + 0.02, "steps": 100 * at, "tokens": 1_500_000 * at, "val_loss": 0.5, "wins": 29,
-             "ko": 28, "margin": 61.25, "intervals": {"margin": [55.04, 66.96]}}
+            {"at": at, "seconds": at + 0.02, "steps": 100 * at, "tokens": 1_500_000 * at, "val_loss": 0.5, "games": 30,
+             "wins": 29, "ko": 28, "margin": 61.25, "intervals": {"margin": [55.04, 66.96]}}
             for at in (10, 60)
         ]  # fmt: skip
         curves.append({"figure": "race", "name": name, "points": points})
@@ -43,6 +43,18 @@ def test_a_race_is_a_table_a_setting_of_the_games():
     assert first.count("| `") == 4
     assert second.startswith("3, ")
     assert played.race([samples.ladder()]) == played.MISSING
+
+
+def test_a_checkpoint_that_did_not_play_all_games_says_so_and_has_no_margin():
+    record = race(names=("a:best",))
+    _, crossed, raced, _ = record.curves
+    raced["points"][1] |= {"games": 13, "wins": 13, "ko": 12}
+    crossed["rows"][0]["open"] = [60.02]
+    text = played.race([record])
+    assert "| 29 | 28 | 61.2 (55.0 to 67.0) |" in text
+    assert f"| 13 of 13 | 12 of 13 | {played.CUT} |" in text
+    told = "| `a:best` | 26 of 30 won | 10.0 s (at 60.0 s too few games to tell) |"
+    assert told in played.crossings([record])
 
 
 def test_the_longest_race_comes_first():

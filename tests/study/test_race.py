@@ -13,7 +13,7 @@ from ridgeline.play import GameResult
 from ridgeline.records import from_json, read_record, to_json, write_record
 from ridgeline.study import clocked, race
 from ridgeline.study.clocked import Point, Task, checkpoint_name, grid_until, read_points, train_on_clock
-from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at
+from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at, verdict
 from ridgeline.study.race import Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
 from ridgeline.train.settings import to_dict
@@ -214,6 +214,19 @@ def test_a_target_is_reached_from_when_on_it_holds():
         {"contender": "a", "target": "26 of 30 won", "seconds": 21},
         {"contender": "a", "target": "27 of 30 by knockout", "seconds": None},
     ]
+
+
+def test_games_that_were_not_played_are_neither_won_nor_lost():
+    wins, _ = TARGETS
+    path = path_of(27, 28, 13, 29)
+    for standing, played in zip(path, (30, 29, 13, 30), strict=True):
+        standing.strength["games"] = played
+    path = [dataclasses.replace(standing, missing=30 - standing.strength["games"]) for standing in path]
+    assert [verdict(standing, wins) for standing in path] == [True, True, None, True]
+    assert reached_at(path, wins) == 11
+    assert crossings({"a": path})[0]["open"] == [31]
+    path[2].strength["wins"] = 8  # all of the other seventeen would not be enough
+    assert (verdict(path[2], wins), reached_at(path, wins)) == (False, 41)
 
 
 @pytest.mark.gpu

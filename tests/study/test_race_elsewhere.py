@@ -11,7 +11,7 @@ from ridgeline.play.ledger import Ledger
 from ridgeline.study import clocked, race
 from ridgeline.study.clocked import checkpoint_name
 from ridgeline.study.outcome import make_record
-from ridgeline.study.race import open_race, run_race
+from ridgeline.study.race import open_race, read_outcome, run_race
 from study.race_helpers import SMALL, keep_games, make_race, train
 
 
@@ -75,6 +75,28 @@ def test_a_checkpoint_that_is_still_needed_is_asked_for_before_anything_is_train
     shutil.rmtree(place / checkpoint_name(0.0))
     with pytest.raises(ConfigError, match=r"goes on from the checkpoint .*at-000000.0s, which is not there"):
         run_race(ours, folder, threads=1, processes=1, timeout=60)
+
+
+def test_games_that_cannot_be_played_any_more_are_missing_in_the_record(finished):
+    ours, folder, _ = finished
+    without_checkpoints(folder)
+    more = dataclasses.replace(ours, games=dataclasses.replace(ours.games, count=2))
+    record = make_record(more, read_outcome(more, folder))
+    figures = [curve["figure"] for curve in record.curves]
+    assert figures == ["race", "crossings", "setting"]  # one quick game of two draws no curve
+    (raced, crossed, setting) = record.curves
+    assert (raced["points"][0]["games"], setting["games"]["count"]) == (1, 2)
+    assert [(row["target"], row["seconds"], row["open"]) for row in crossed["rows"]] == [
+        ("2 of 2 won", None, [raced["points"][0]["seconds"]]),
+        ("2 of 2 by knockout", None, [raced["points"][0]["seconds"]]),
+    ]
+    assert (
+        make_record(ours, read_outcome(ours, folder)).curves
+        == make_record(ours, run_race(ours, folder, threads=1, processes=1, timeout=60)).curves
+    )
+    (folder / race.GAMES).unlink()
+    with pytest.raises(ConfigError, match=r"at 0\.3 s has played no game"):
+        read_outcome(ours, folder)
 
 
 def test_games_are_spread_over_the_cards_of_a_race(finished):

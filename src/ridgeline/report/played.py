@@ -11,6 +11,7 @@ from ridgeline.report.series import curve_sections
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
 MISSING = "*Not measured yet.*"
+CUT = "cut off: the quickest rounds only"  # in place of the margin of rounds that are no sample of all
 BY_HEART = "by heart"  # in the name of the workload
 
 
@@ -59,9 +60,12 @@ def _where(record: Record) -> str:
 
 def _standings(record: Record) -> str:
     rows: list[list[Cell]] = []
+    wanted = setting_of(record)["games"]["count"]
     for curve in curves_of(record, "race"):
         for point in curve["points"]:
             low, high = point["intervals"]["margin"]
+            margin = f"{point['margin']:.1f} ({low:.1f} to {high:.1f})"
+            played = point["games"]
             rows.append(
                 [
                     words(f"`{curve['name']}`"),
@@ -69,13 +73,17 @@ def _standings(record: Record) -> str:
                     number(point["steps"], ",d"),
                     quantity(point["tokens"] / point["seconds"]),
                     number(point["val_loss"], ".3f"),
-                    number(point["wins"], "d"),
-                    number(point["ko"], "d"),
-                    Cell(text=f"{point['margin']:.1f} ({low:.1f} to {high:.1f})"),
+                    *(_count(point[figure], played, wanted) for figure in ("wins", "ko")),
+                    Cell(text=margin if played == wanted else CUT),
                 ]
             )
     headers = ("contender", "seconds", "steps", "tokens/s", "held-out loss", "won", "by knockout", "margin, 95 %")
     return Table(headers=headers, rows=rows).markdown()
+
+
+def _count(found: int, played: int, wanted: int) -> Cell:
+    """So many games, and of how many where that is not said above."""
+    return number(found, "d") if played == wanted else Cell(text=f"{found} of {played}")
 
 
 def crossings(records: Sequence[Record]) -> str:
@@ -85,12 +93,19 @@ def crossings(records: Sequence[Record]) -> str:
         [
             words(f"`{row['contender']}`"),
             words(row["target"]),
-            Cell(text="not in this time" if row["seconds"] is None else f"{row['seconds']:.1f} s"),
+            Cell(text=_since(row)),
         ]
         for curve in (curves_of(found[0], "crossings") if found else ())
         for row in curve["rows"]
     ]
     return Table(headers=("contender", "reaches", "from"), rows=rows).markdown() if rows else MISSING
+
+
+def _since(row: dict[str, Any]) -> str:
+    """From when on, and which checkpoints cannot tell."""
+    told = "not in this time" if row["seconds"] is None else f"{row['seconds']:.1f} s"
+    unknown = " and ".join(f"{seconds:.1f}" for seconds in row.get("open", ()))
+    return f"{told} (at {unknown} s too few games to tell)" if unknown else told
 
 
 def race_section(records: Sequence[Record]) -> Section | None:

@@ -36,10 +36,17 @@ TARGETS = (Target("wins", 26 / 30), Target("ko", 0.9))
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """A contender at a time: how it got there and how it plays."""
+    """A contender at a time: how it got there and how it plays.
+
+    Attributes:
+        point: how far it was.
+        strength: see `ridgeline.play.Evaluation.summary`; of the games that were played.
+        missing: games that were not played. Those that were are then no sample of all: quick knockouts end first.
+    """
 
     point: Point
     strength: dict[str, Any]
+    missing: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """For a record."""
@@ -56,32 +63,47 @@ def standings(race: Race, outcome: Outcome) -> dict[str, list[Standing]]:
             strength = Evaluation(level=race.games.level, results=tuple(results)).summary()
             for name in ("seconds", "games_per_s"):  # of the games of one checkpoint alone there is no such time
                 del strength[name]
-            found[contender.name].append(Standing(point=point, strength=strength))
+            missing = race.games.count - len(results)
+            found[contender.name].append(Standing(point=point, strength=strength, missing=missing))
     return found
 
 
+def verdict(standing: Standing, target: Target) -> bool | None:
+    """Whether a contender is strong enough at a time; None where the games that were not played decide."""
+    reached, played = standing.strength[target.figure], standing.strength["games"]
+    least = target.least(played + standing.missing)
+    return None if reached < least <= reached + standing.missing else reached >= least
+
+
 def reached_at(path: Sequence[Standing], target: Target) -> float | None:
-    """Seconds of training from which on the target is reached at every checkpoint; None for never.
+    """Seconds of training from which on the target is reached at every checkpoint that decides; None for never.
 
     Between the checkpoint before and this one it was reached at some time that the grid does not tell.
     """
     since = None
     for standing in path:
-        enough = standing.strength[target.figure] >= target.least(standing.strength["games"])
-        if not enough:
+        enough = verdict(standing, target)
+        if enough is False:
             since = None
+        elif enough is None:
+            continue
         elif since is None:
             since = standing.point.seconds
     return since
 
 
 def crossings(table: Mapping[str, Sequence[Standing]]) -> list[dict[str, Any]]:
-    """For every contender and target from when on it is reached: {"contender", "target", "seconds"}."""
+    """For every contender and target from when on it is reached: {"contender", "target", "seconds"}.
+
+    "open" lists the seconds of checkpoints that did not play enough games to tell, where there are any.
+    """
     found = []
     for name, path in table.items():
         for target in TARGETS if path else ():
-            words = target.words(path[0].strength["games"])
-            found.append({"contender": name, "target": words, "seconds": reached_at(path, target)})
+            words = target.words(path[0].strength["games"] + path[0].missing)
+            row = {"contender": name, "target": words, "seconds": reached_at(path, target)}
+            unknown = [standing.point.seconds for standing in path if verdict(standing, target) is None]
+            found.append({**row, "open": unknown} if unknown else row)
     return found
 
 
@@ -91,8 +113,9 @@ def make_record(race: Race, outcome: Outcome) -> Record:
     config = race.contenders[0].config
     curves: list[dict[str, Any]] = []
     for name, path in table.items():
-        if path:
-            curves += [_knockouts(name, path), _margin(name, path)]
+        whole = [standing for standing in path if not standing.missing]
+        if whole:
+            curves += [_knockouts(name, whole), _margin(name, whole)]
         curves.append({"figure": "race", "name": name, "points": [standing.to_json() for standing in path]})
     curves.append({"figure": "crossings", "name": "crossings", "rows": crossings(table)})
     setting = {**race.to_json(), "machines": outcome.machines, "games_while": "training had ended"}

@@ -207,12 +207,38 @@ def run_race(
         for name, point in _train(race, folder, threads):
             watcher.trained(name, point)
         games = _play(race, folder, processes, timeout, watcher.played)
-        places = {contender.name: folder / contender.folder for contender in race.contenders}
+        return _outcome(race, folder, games)
+
+
+def read_outcome(race: Race, folder: Path) -> Outcome:
+    """What a race's folder holds, though games may be missing that cannot be played any more.
+
+    Raises:
+        ConfigError: a checkpoint has played none of its games.
+        RidgelineError: the folder is damaged.
+    """
+    ledger, games = Ledger(folder / GAMES), []
+    for contender in race.contenders:
+        found: dict[float, list[Played]] = {}
+        for job in _jobs(race, folder, contender):
+            there = ledger.find(job.key, job.level, job.seeds)
+            at = job.key["at"]
+            found.setdefault(at, []).extend(Played(contender.name, at, result) for result in there.values())
+        for at, played in found.items():
+            if not played:
+                raise ConfigError(f"{contender.name} at {at:g} s has played no game; let it play, or leave it out")
+            games += played
+    return _outcome(race, folder, games)
+
+
+def _outcome(race: Race, folder: Path, games: Sequence[Played]) -> Outcome:
+    """These games, in order, and what the folder says of the training."""
+    places = {contender.name: folder / contender.folder for contender in race.contenders}
     return Outcome(
         points={name: read_points(place) for name, place in places.items()},
         machines={name: read_machines(place) for name, place in places.items()},
         failures={name: reason for name, place in places.items() if (reason := read_failure(place))},
-        games=games,
+        games=sorted(games, key=lambda game: (game.contender, game.at, game.result.seed)),
     )
 
 
@@ -295,7 +321,7 @@ def _play(
     for index, result in play_jobs(jobs, processes=processes, timeout=timeout, ledger=Ledger(folder / GAMES)):
         played.append(Played(jobs[index].key["contender"], jobs[index].key["at"], result))
         report(len(played), total)
-    return sorted(played, key=lambda game: (game.contender, game.at, game.result.seed))
+    return played
 
 
 def _jobs(race: Race, folder: Path, contender: Contender) -> Iterator[Job]:
