@@ -7,7 +7,7 @@ from typing import Any
 
 from report import samples
 from ridgeline.records import ContenderResult, Record, WorkloadInfo
-from ridgeline.report import docs, played
+from ridgeline.report import docs, played, series
 from ridgeline.report.page import chapters
 
 
@@ -84,6 +84,15 @@ def test_crossings_and_picture_are_those_of_the_whole_race(tmp_path):
     assert section.title == "Margin: boxing"
     assert played.race_section([]) is None
     assert played.crossings([]) == played.MISSING
+
+
+def test_the_times_of_a_race_are_drawn_by_their_ratio(monkeypatch):
+    ticks = []
+    monkeypatch.setattr(series, "lines", lambda *given, **rest: ticks.append(rest["ticks"]))
+    played.race_section([race(last=300.0)])
+    assert ticks == [[10.0, 300.0]]
+    list(series.curve_sections(replace(race(), kind="study"), 0))
+    assert ticks[1] is None
 
 
 def melee(name: str, **rates: float) -> Record:

@@ -135,6 +135,14 @@ def _scaled(values: Any, scale: float) -> Any:
     return [scale * value for value in numbers] if numbers and len(numbers) == len(values) else values
 
 
+def _grid(record: Record) -> list[float] | None:
+    """The times of a race's checkpoints, which are chosen by their ratio: most lie at its beginning."""
+    if record.kind != "race" or not isinstance(record.curves, list):
+        return None
+    grids = [curve.get("grid", ()) for curve in record.curves if curve.get("figure") == "setting"]
+    return [float(at) for grid in grids for at in grid if at > 0] or None
+
+
 def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]], x_key: str, x_label: str) -> Section:
     drawn = [_line(curve, record, x_key) for curve in curves]
     names, shared = told_apart([line.label for line in drawn if not line.mark])
@@ -144,7 +152,7 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
          number(line.y[-1], ".4g"), number(min(line.y), ".4g"), number(max(line.y), ".4g")]
         for line in drawn
     ]  # fmt: skip
-    chart = lines(drawn, x_label, y_label)
+    chart = lines(drawn, x_label, y_label, ticks=_grid(record))
     if all("below" in curve for curve in curves):
         beneath = [_line({**curve, "y": curve["below"], "low": None, "high": None}, record, x_key) for curve in curves]
         chart = lines_beneath(drawn, beneath, x_label, (y_label, str(curves[0].get("below_label", ""))))
