@@ -34,7 +34,10 @@ def test_a_race_prints_what_its_record_holds(capsys):
     assert "at 0.6 s" in complaint
     code, output, complaint = run(capsys, *line[:-1], "--out", "runs/race")  # nothing is left to do
     assert code == 0, complaint
-    assert "1 by knockout never" in " ".join(output.split())
+    said = " ".join(output.split())
+    for crossing in result["crossings"]:  # how good so few steps are depends on how many this machine takes
+        when = "never" if crossing["seconds"] is None else f"from second {crossing['seconds']:.0f}"
+        assert f"reaches {crossing['target']} {when}" in said
     assert list(json.loads(Path("runs/race/race.json").read_text())["contenders"]) == [SMALL]
 
 
