@@ -63,7 +63,7 @@ def test_how_games_are_played_means_nothing_where_none_is(capsys, option):
 def test_sources_that_are_no_text(capsys, tmp_path):
     (tmp_path / "folder").mkdir()
     assert "is a folder; give a text file" in refused(capsys, "data", "folder")
-    assert "is empty; give a text file" in refused(capsys, "data", "")
+    assert "SOURCE is empty; see ridgeline data --help" in refused(capsys, "data", "")
     assert "File name too long" in refused(capsys, "data", "x" * 300)
     (tmp_path / "a.txt").write_text(TEXT)
     assert "File name too long" in refused(capsys, "data", "a.txt", "--out", "x" * 300)

@@ -109,7 +109,7 @@ def test_a_killed_process_ends_the_run_and_one_goes_on(alone, tmp_path):
     assert "ridgeline: " in said
     assert "is gone" in said
     assert "Traceback" not in said.split("ridgeline: ")[1].splitlines()[0]
-    assert checkpoint.load(killed / "last").meta["step"] in (8, 12, 16)
+    assert checkpoint.load(killed / "last").meta["step"] in (4, 8, 12, 16)  # that of step 8 may have been under way
     run(1, "train", "--resume", killed, "--json")
     assert curve(killed) == pytest.approx(curve(folder), rel=1e-4)
 
