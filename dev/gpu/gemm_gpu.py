@@ -217,6 +217,22 @@ def hot(graph, seconds=0.6):
     return marks[1].elapsed_time(marks[2]) / runs, (used[1] - used[0]) / runs
 
 
+def in_turns(graphs, count, turns=6):
+    """Sorted µs of a call of each graph, which holds `count` of them: a replay a turn, their order swapped, the first left out."""
+    import torch
+
+    times = {key: [] for key in graphs}
+    for turn in range(turns):
+        for key in list(graphs) if turn % 2 else list(graphs)[::-1]:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graphs[key].replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[key].append(begin.elapsed_time(end) / count * 1e3)
+    return {key: sorted(us[1:]) for key, us in times.items()}
+
+
 def run_case(name):
     """Checks every configuration and variant, then times all of them in turn."""
     import torch
@@ -235,17 +251,7 @@ def run_case(name):
                 found[key] = {"error": repr(error)[:300]}
     for key, step in others.items():
         found[key], graphs[key] = {}, graph_of(step, count)
-    times = {key: [] for key in graphs}
-    for turn in range(9):
-        for key, graph in graphs.items() if turn % 2 else reversed(graphs.items()):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[key].append(begin.elapsed_time(end) / count * 1e3)
-    for key, us in times.items():
-        us = sorted(us[1:])
+    for key, us in in_turns(graphs, count, turns=9).items():
         found[key] |= {"us": round(us[len(us) // 2], 1), "best": round(us[0], 1), "worst": round(us[-1], 1)}
         if M > 8192:
             ms, energy = hot(graphs[key])

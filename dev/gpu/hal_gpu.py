@@ -10,7 +10,7 @@ import sys
 import time
 
 import torch
-from gemm_gpu import graph_of, hot
+from gemm_gpu import graph_of, hot, in_turns
 
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.attention import KernelAttention, Shape
@@ -98,23 +98,14 @@ def kernels(b):
 if __name__ == "__main__":
     end = time.time() + float(sys.argv[1] if len(sys.argv) > 1 else 60)
     table = {name: row for name, row in kernels(Block()).items() if not sys.argv[2:] or any(part in name for part in sys.argv[2:])}
-    graphs, times = {}, {}
+    graphs = {}
     for name, (step, _) in table.items():
         try:
-            graphs[name], times[name] = graph_of(step, 4), []
+            graphs[name] = graph_of(step, 4)
         except Exception as error:
             print(name, "FAILED", repr(error)[:200], flush=True)
-    for turn in range(6):
-        for name in list(graphs) if turn % 2 else list(graphs)[::-1]:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            marks[0].record()
-            graphs[name].replay()
-            marks[1].record()
-            torch.cuda.synchronize()
-            times[name].append(marks[0].elapsed_time(marks[1]) / 4 * 1e3)
     found = {}
-    for name, us in times.items():
-        us = sorted(us[1:])
+    for name, us in in_turns(graphs, 4).items():
         found[name] = {"us": round(us[len(us) // 2], 1), "best": round(us[0], 1), "floor": round(table[name][1], 1)}
         if time.time() < end - 2:
             ms, energy = hot(graphs[name], 0.3)

@@ -7,7 +7,7 @@ import sys
 import time
 
 import torch
-from gemm_gpu import graph_of
+from gemm_gpu import graph_of, in_turns
 
 from ridgeline.ops._triton.support import Launch
 from ridgeline.ops.inputs import InputColumns
@@ -30,14 +30,5 @@ for rows, warps in ((4, 4), (8, 4), (16, 4), (8, 8), (16, 8), (32, 8)):
     right = out.clone() if right is None else right
     graphs[rows, warps] = graph_of(run, 8)
     assert torch.equal(out, right), (rows, warps)
-times = {key: [] for key in graphs}
-for turn in range(9):
-    for key in list(graphs) if turn % 2 else list(graphs)[::-1]:
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graphs[key].replay()
-        b.record()
-        torch.cuda.synchronize()
-        times[key].append(a.elapsed_time(b) / 8 * 1e3)
-for (rows, warps), us in times.items():
-    print(f"input vector, {rows:2} rows, {warps} warps: {sorted(us)[4]:6.1f} us", flush=True)
+for (rows, warps), us in in_turns(graphs, 8, turns=10).items():
+    print(f"input vector, {rows:2} rows, {warps} warps: {us[4]:6.1f} us", flush=True)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import torch
-from gemm_gpu import graph_of, hot
+from gemm_gpu import graph_of, hot, in_turns
 
 from ridgeline.ops._triton.support import Launch
 from ridgeline.ops.cross_entropy import cross_entropy, linear, rows
@@ -67,20 +67,11 @@ def check():
 
 def timed(graphs, counts, end, seconds=0.2):
     """µs in bursts (median of five turns) and at the power cap."""
-    found = {name: {"bursts": []} for name in graphs}
-    for turn in range(6):
-        for name in list(graphs) if turn % 2 else list(graphs)[::-1]:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            marks[0].record()
-            graphs[name].replay()
-            marks[1].record()
-            torch.cuda.synchronize()
-            found[name]["bursts"].append(marks[0].elapsed_time(marks[1]) / counts * 1e3)
-    for name, graph in graphs.items():
-        us = sorted(found[name].pop("bursts")[1:])
-        found[name] |= {"us": round(us[2], 1), "best": round(us[0], 1)}
+    found = {}
+    for name, us in in_turns(graphs, counts).items():
+        found[name] = {"us": round(us[2], 1), "best": round(us[0], 1)}
         if time.time() < end:
-            found[name]["cap"] = round(hot(graph, seconds)[0] / counts * 1e3, 1)
+            found[name]["cap"] = round(hot(graphs[name], seconds)[0] / counts * 1e3, 1)
         print(name, found[name], flush=True)
     return found
 

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import torch
-from gemm_gpu import graph_of, hot
+from gemm_gpu import graph_of, hot, in_turns
 
 N, C, F, Q, BF = 131072, 512, 2048, 1536, torch.bfloat16
 CHOICES, WORKSPACE = 8, 64 << 20
@@ -122,17 +122,7 @@ def run_case(name, lt, end):
     for key in list(graphs):  # an algorithm that is there twice is timed once
         if key.startswith("Lt") and names.setdefault(found[key]["kernel"], key) != key:
             del graphs[key]
-    times = {key: [] for key in graphs}
-    for turn in range(6):
-        for key in list(graphs) if turn % 2 else list(graphs)[::-1]:
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            marks[0].record()
-            graphs[key].replay()
-            marks[1].record()
-            torch.cuda.synchronize()
-            times[key].append(marks[0].elapsed_time(marks[1]) / 4 * 1e3)
-    for key, us in times.items():
-        us = sorted(us[1:])
+    for key, us in in_turns(graphs, 4).items():
         found[key] |= {"us": round(us[2], 1), "best": round(us[0], 1)}
     for turn in range(2):  # the limit's control drifts: twice, in turns
         for key, graph in graphs.items():
