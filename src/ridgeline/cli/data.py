@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _check(options: Options) -> None:
     """Refuse a source that is not there, and options that the source does not listen to."""
-    if options.source and options.source not in OWN and not shards.exists(Path(options.source)):
+    if options.source not in OWN and not shards.exists(Path(options.source)):
         api.load_dataset(options.source)  # which says what is near
     known = SHARED | OWN.get(options.source, TEXT)
     given = [field.name for field in fields(options) if field.name not in known]

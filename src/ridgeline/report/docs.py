@@ -224,8 +224,8 @@ def windows(records: Sequence[Record]) -> str:
         found = None if record is None else over_pytorch(record)
         if record is None or found is None or record.workload is None:
             return MISSING
-        alike = [r for r in records if (r.card, r.gpus, r.workload) == (record.card, record.gpus, record.workload)]
-        rungs = [next(filter(None, (_result(r, rung) for r in (record, *alike))), None) for rung in X2]
+        runs = engines.alike(record, records)
+        rungs = [next(filter(None, (_result(run, rung) for run in runs)), None) for rung in X2]
         for result in filter(None, (*_pair(record, found), *rungs)):
             rows.append(
                 [

@@ -24,6 +24,12 @@ def _first_step(name: str, records: Sequence[Record]) -> float | None:
     return next((r.first_step_s for r in results if r.name == name and r.first_step_s is not None), None)
 
 
+def alike(record: Record, records: Sequence[Record]) -> list[Record]:
+    """It, and behind it those records that are of its card, number of cards and workload."""
+    place = (record.card, record.gpus, record.workload)
+    return [record, *(r for r in records if (r.card, r.gpus, r.workload) == place)]
+
+
 def engines(records: Sequence[Record], others: Sequence[Record] = ()) -> Table:
     """Every engine and peer on each model: speed, phases, first step, and how much faster `best` is.
 
@@ -38,12 +44,12 @@ def engines(records: Sequence[Record], others: Sequence[Record] = ()) -> Table:
         record = next((r for r in records if r.workload == asked), None)
         if record is None:
             continue
-        alike = [r for r in others if (r.card, r.gpus, r.workload) == (record.card, record.gpus, asked)]
+        runs = alike(record, others)
         for name in (*PYTORCH, *PEERS, SUBJECT):
-            for run in (record, *alike):
+            for run in runs:
                 result = next((r for r in run.contenders if r.name == name and r.step_ms is not None), None)
                 if result is not None:  # of the first group, whose phases are measured
-                    rows.append(_row(run, result, _first_step(name, [record, *alike])))
+                    rows.append(_row(run, result, _first_step(name, runs)))
                     break
     headers = ("model", "engine", "ms a step", "tokens/s", *(f"{phase} ms" for phase in PHASES), "first step, s",
                f"`{SUBJECT}` against it")  # fmt: skip
