@@ -108,6 +108,19 @@ def test_games_are_spread_over_the_cards_of_a_race(finished):
         assert [job.load.args[1] for job in jobs] == devices
 
 
+def test_the_last_checkpoints_play_first(few_games, tmp_path, monkeypatch):
+    ours = make_race(few_games, SMALL, f"{SMALL}:eager:1", count=9, minutes=0.005, grid=(0.1, 0.2))
+    open_race(ours, tmp_path)
+    for contender in ours.contenders:
+        train(ours, contender, tmp_path)
+    given = []
+    monkeypatch.setattr(race, "play_jobs", lambda jobs, **settings: given.extend(jobs) or iter(()))
+    run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
+    whose = [contender.name for contender in ours.contenders for _ in range(2)]  # nine games are two calls of the model
+    order = [(name, at) for at in (0.3, 0.2, 0.1) for name in whose]
+    assert [(job.key["contender"], job.key["at"]) for job in given] == order
+
+
 def test_games_of_an_earlier_training_are_not_taken_for_those_of_a_new_one(finished):
     ours, folder, place = finished
     shutil.rmtree(place)

@@ -1,8 +1,9 @@
 """The race: contenders train for the same time on the same data and are judged by playing games on the way.
 
 A race has two parts. First each contender trains alone on its device, by the clock (`ridgeline.study.clocked`), and
-leaves checkpoints; with several cards as many train at the same time. Then all games of all checkpoints are played, in
-processes that have the machine to themselves. So no game ever slows a training down, and the other way round.
+leaves checkpoints; with several cards as many train at the same time. Then all games of all checkpoints are played, of
+the last ones first, in processes that have the machine to themselves. So no game ever slows a training down, and the
+other way round.
 
     RACE/race.json                 what is raced
     RACE/CONTENDER/config.toml     see ridgeline.train.state
@@ -315,6 +316,7 @@ def _play(
 ) -> list[Played]:
     """All games; those that an earlier call finished are taken from the file."""
     jobs = [job for contender in race.contenders for job in _jobs(race, folder, contender)]
+    jobs.sort(key=lambda job: -job.key["at"])  # where games are cut off, the end of the race is whole
     played = []
     total = sum(len(job.seeds) for job in jobs)
     report(0, total)
