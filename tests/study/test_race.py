@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ridgeline import checkpoint
+from ridgeline.data.loader import Validation
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError, WorkerError
 from ridgeline.play import GameResult
 from ridgeline.records import from_json, read_record, to_json, write_record
@@ -17,6 +18,7 @@ from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, r
 from ridgeline.study.race import Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
 from ridgeline.train.settings import to_dict
+from ridgeline.train.validate import Evaluation
 from study.race_helpers import SMALL, make_race, racers
 
 
@@ -250,3 +252,29 @@ def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(few_gam
         assert run.batches.position == 24
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [SMALL, "hal-20m+layers=1+window.context=64+context=64+batch=16"])
+@pytest.mark.parametrize("engine", ["best", "graph"])
+def test_on_a_card_a_policy_is_validated_captured_as_call_by_call(few_games, tmp_path, model, engine):
+    """Before the first step, behind those that are taken back, and while it trains."""
+    wide = model.replace("width=32", "width=64")
+    settings = {"data": str(few_games.path), "minutes": 0.02, "device": "cuda", "precision": "bf16"}
+    (contender,) = find_racers([f"{wide}:{engine}"], few_games, settings)
+    run = clocked._Clocked(contender.config, tmp_path)
+    validation = Validation(run.data, run.config.window, batch=run.config.batch)
+    plain = Evaluation(run.step, validation, run.device, capture=False)
+    captured = Evaluation(run.step, validation, run.device)
+    pairs = [(captured(), plain())]
+    run.leave(0.0)
+    run.prepare(tmp_path / checkpoint_name(0.0))
+    pairs.append((captured(), plain()))
+    for _ in range(3):
+        run._learn()
+        run.progress.step += 1
+        pairs.append((captured(), plain()))
+    assert all(one == other for one, other in pairs)
+    assert pairs[0] == pairs[1]
+    assert len({one for one, _ in pairs}) == 4
+    assert run.progress.step == run.step.taken
