@@ -119,6 +119,10 @@ def test_the_newest_record_counts():
     old = replace(samples.smaller(), date="2026-11-28T00:00:00+00:00")
     assert docs.newest([samples.smaller(), old]) == [samples.smaller()]
     assert docs.newest([replace(samples.smaller(), gpus=2)]) == []
+    fewer = [result for result in samples.smaller().contenders if result.name != "compile+graph"]
+    newer = replace(samples.smaller(), contenders=fewer, date="2026-11-30T00:00:00+00:00")
+    assert docs.newest([newer, old]) == [old]  # without PyTorch's fastest a run says nothing of it
+    assert docs.newest([newer]) == [newer]
 
 
 def test_windows_and_contexts():
@@ -126,6 +130,9 @@ def test_windows_and_contexts():
     assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "8.83 k", "77.6 k", "39.1 k"]
     text = docs.written("<!-- from records: contexts -->\n<!-- end -->", records)
     assert [row[1] for row in rows(text)] == ["128", "256", "512", "1024", "2048"]
+    step = replace(records[2], contenders=[r for r in records[2].contenders if r.name != "eager"])
+    text = docs.written("<!-- from records: contexts -->\n<!-- end -->", [step, *records])
+    assert rows(text)[0][5] == "630 k"  # of the newest run that timed it
     assert docs.windows([samples.ladder()]) == docs.MISSING
     newer = replace(samples.ladder(), contenders=[c for c in samples.ladder().contenders if c.name != "r16"])
     assert docs.windows([newer, *records]) == docs.windows(records)  # the rung of the newest run that timed it
@@ -191,13 +198,12 @@ def test_engines_stand_beside_each_other_in_one_order():
     text = docs.written("<!-- from records: engines -->\n<!-- end -->", [together, other, record])
     assert rows(text) == table  # first steps of an older run on such a card
     newer = replace(
-        record, contenders=[samples.result(name, ms, 32, 256) for name, ms in (("best", 0.9), ("eager", 9.0))]
+        record,
+        contenders=[
+            samples.result(name, ms, 32, 256) for name, ms in (("best", 0.9), ("eager", 9.0), ("compile+graph", 1.8))
+        ],
     )
     table = rows(docs.written("<!-- from records: engines -->\n<!-- end -->", [newer, record]))
-    assert [row[2] for row in table] == [
-        "9",
-        "2",
-        "2.5",
-        "0.9",
-    ]  # who is not in the newest has the row of the one before
+    times = [row[2] for row in table]
+    assert times == ["9", "1.8", "2.5", "0.9"]  # who is not in the newest has the row of the one before
     assert [row[-1] for row in table] == ["10.00×", "2.00×", "2.50×", "–"]  # and the ratio of that run

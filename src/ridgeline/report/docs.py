@@ -15,7 +15,7 @@ from pathlib import Path
 from ridgeline.bench.explain_view import amount
 from ridgeline.bench.goals import find_records, judge, read_goals
 from ridgeline.bench.layers import PHASES
-from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
+from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, deciding, gain, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles, engines, played, studied
@@ -36,16 +36,8 @@ _BLOCK = re.compile(r"(<!-- from records: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", 
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """The newest record of each workload on each card that timed `best` and a PyTorch contender in one group.
-
-    Args:
-        records: newest first.
-    """
-    found: dict[tuple[object, ...], Record] = {}
-    for record in records:
-        if record.workload is not None and record.gpus <= 1 and over_pytorch(record) is not None:
-            found.setdefault((record.card, record.workload), record)
-    return list(found.values())
+    """The record that decides each workload on one card of each kind, newest first."""
+    return [record for record in deciding(records) if record.workload is not None and record.gpus <= 1]
 
 
 def _result(record: Record, name: str, group: int | None = None) -> ContenderResult | None:
@@ -250,7 +242,7 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "singles": singles,
     "windows": windows,
     "engines": lambda records: _shown(engines.engines(newest(records), records)),
-    "contexts": lambda records: _shown(engines.contexts(newest(records))),
+    "contexts": lambda records: _shown(engines.contexts(newest(records), records)),
     "scaling": scaling,
     "long-windows": studied.long_windows,
 }

@@ -69,11 +69,12 @@ def _row(record: Record, result: ContenderResult, first_step_s: float | None) ->
     ]
 
 
-def contexts(records: Sequence[Record]) -> Table:
+def contexts(records: Sequence[Record], others: Sequence[Record] = ()) -> Table:
     """Tokens/s over the context at the same positions a step, and `best` against the best PyTorch.
 
     Args:
         records: one of a workload.
+        others: as for `engines`.
     """
     shown = (SUBJECT, *reversed(PYTORCH))
     rows: list[list[Cell]] = []
@@ -82,7 +83,8 @@ def contexts(records: Sequence[Record]) -> Table:
             info, over = record.workload, over_pytorch(record)
             if info is None or over is None:
                 continue
-            found = {r.name: r.tokens_per_s for r in timed(record)}
+            runs = reversed(alike(record, others))
+            found = {r.name: r.tokens_per_s for run in runs for r in timed(run)}
             speeds = [quantity(found.get(name)) for name in shown]
             place = [words(f"`{info.name}`"), number(info.context, "d"), number(info.batch, "d")]
             rows.append([*place, *speeds, Cell(text=str(over))])

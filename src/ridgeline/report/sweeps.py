@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ridgeline.bench.explain_view import amount
-from ridgeline.bench.ratios import over_pytorch
+from ridgeline.bench.ratios import deciding
 from ridgeline.records import Record, WorkloadInfo
 from ridgeline.report.draw import Line, lines
 from ridgeline.report.sections import Section, timed
@@ -70,8 +70,8 @@ KINDS = (
 
 @dataclass
 class Sweep:
-    """Benchmarks of one model, card and precision; `members` maps a value to the index of its newest record, of those
-    that timed PyTorch beside `best` where there are any."""
+    """Benchmarks of one model, card and precision; `members` maps a value to the index of the record that
+    decides how `best` stands against PyTorch there, where there is none of the newest."""
 
     kind: Kind
     title: str
@@ -81,7 +81,8 @@ class Sweep:
 def sweeps(records: Sequence[Record]) -> list[Sweep]:
     """Every sweep in which a contender was timed at two values or more, contexts first."""
     found: dict[tuple[object, ...], Sweep] = {}
-    order = sorted(range(len(records)), key=lambda i: (over_pytorch(records[i]) is not None, records[i].date))
+    decided = {id(record) for record in deciding(records)}
+    order = sorted(range(len(records)), key=lambda i: (id(records[i]) in decided, records[i].date))
     for kind in KINDS:
         for index in order:
             record, info = records[index], records[index].workload
