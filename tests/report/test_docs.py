@@ -130,9 +130,13 @@ def test_windows_and_contexts():
     assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "8.83 k", "77.6 k", "39.1 k"]
     text = docs.written("<!-- from records: contexts -->\n<!-- end -->", records)
     assert [row[1] for row in rows(text)] == ["128", "256", "512", "1024", "2048"]
-    step = replace(records[2], contenders=[r for r in records[2].contenders if r.name != "eager"])
+    step = replace(
+        records[2],
+        contenders=[r for r in records[2].contenders if r.name != "eager"] + [samples.result("compile", 9.0, 64, 128)],
+    )
     text = docs.written("<!-- from records: contexts -->\n<!-- end -->", [step, *records])
     assert rows(text)[0][5] == "630 k"  # of the newest run that timed it
+    assert "compile`" not in text  # once is no sweep
     assert docs.windows([samples.ladder()]) == docs.MISSING
     newer = replace(samples.ladder(), contenders=[c for c in samples.ladder().contenders if c.name != "r16"])
     assert docs.windows([newer, *records]) == docs.windows(records)  # the rung of the newest run that timed it

@@ -93,10 +93,10 @@ def sweeps(records: Sequence[Record]) -> list[Sweep]:
             sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}{cards}"))
             sweep.members[kind.value(record, info)] = index
     whole = [replace(sweep, members=dict(sorted(sweep.members.items()))) for sweep in found.values()]
-    return [sweep for sweep in whole if _swept(sweep, records)]
+    return [sweep for sweep in whole if swept(sweep, records)]
 
 
-def _swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
+def swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     """The contenders that were timed at two values or more: the others are no sweep, and stand with their record."""
     times = Counter(result.name for index in sweep.members.values() for result in timed(records[index]))
     return [name for name, count in times.items() if count > 1]
@@ -107,7 +107,7 @@ def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Secti
     values = sorted(sweep.members)
     by_value = {value: {r.name: r for r in timed(records[sweep.members[value]])} for value in values}
     drawn, rows = [], []
-    for name in _swept(sweep, records):
+    for name in swept(sweep, records):
         here = {value: results[name] for value, results in by_value.items() if name in results}
         speeds = {value: (result.tokens_per_s or 0.0) / 1e6 for value, result in here.items()}
         half = {value: (result.spread or 0.0) / 2 for value, result in here.items()}
