@@ -17,12 +17,13 @@ from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.presets import find_config
 from ridgeline.records import read_record
+from ridgeline.study import clocked, storage
 from ridgeline.study import search as module
-from ridgeline.study import storage
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
 from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
 
@@ -255,8 +256,15 @@ def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.Capt
     assert ended.count(cut[0]) == 1  # once more and no second time: the sampler does not begin anew
 
 
-def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> None:
-    """The points that are there already are judged like new ones."""
+def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points that are there already are judged like new ones; and no candidate's lanes are measured."""
+    lanes = []
+
+    def settle(config: TrainConfig, batches: object) -> tuple[TrainConfig, str]:
+        lanes.append(config.lanes)
+        return config, ""
+
+    monkeypatch.setattr(clocked, "settle_lanes", settle)
     base = resolve(override(find_config(SMALL), {"data": str(text), "device": "cpu"}), load_dataset(str(text)))
     goal = Goal(kind="loss", value=20.0)
     plan = Search(base=base, space=default_space(base, games=False), goal=goal, budget_s=1.0, trial_s=0.5)
@@ -277,6 +285,7 @@ def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> Non
     first, again = attempts
     assert first.reached is not None
     assert (again.reached, again.path, again._point) == (first.reached, first.path, first._point)
+    assert (base.lanes, lanes) == (0, [1])
 
 
 def test_a_search_in_which_nothing_is_possible_says_why(

@@ -34,7 +34,7 @@ from ridgeline.study.folder import LOCK, claimed, is_foreign
 from ridgeline.study.space import Range, Space, configure
 from ridgeline.study.storage import opened, requeue, storage_errors, where
 from ridgeline.study.trials import Goal, Trial, best_of, trials_of
-from ridgeline.train.config import TrainConfig
+from ridgeline.train.config import TrainConfig, engine_called
 from ridgeline.train.guards import writing
 from ridgeline.train.settings import to_dict
 
@@ -275,7 +275,8 @@ class _Attempt:
         for old in read_points(place):  # those of a trial that was cut off, or of the same choices before
             if old.steps and self._reaches(old, old.val_loss):
                 return False
-        task = Task(to_dict(config), str(place), self.plan.grid, torch.get_num_threads())
+        lanes = config.lanes or engine_called(config.engine).lanes  # to measure them would cost every candidate seconds
+        task = Task({**to_dict(config), "lanes": lanes}, str(place), self.plan.grid, torch.get_num_threads())
         with contextlib.closing(train_on_clock(task)) as points:
             for point in points:
                 if point is not None and point.steps and self._judge(point, place):
