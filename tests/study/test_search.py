@@ -90,6 +90,19 @@ def test_chosen_values_are_those_of_the_config() -> None:
     assert config.stages == ()  # those of the base are shares of its steps, and a trial goes by the clock
 
 
+def test_heads_follow_the_width_or_are_chosen() -> None:
+    base = find_config("gpt2-c256")
+    space = narrowed(default_space(base, games=False), ["heads=2,3,4", "width=96"])
+    assert space["heads"] == (2, 3, 4)
+    params = {name: values[0] for name, values in space.items()}
+    heads = [configure(base, {**params, "heads": n}, 60.0).model.decoder for n in (2, 3)]
+    assert [(d.heads, d.head_dim, d.groups) for d in heads] == [(2, 48, 2), (3, 32, 3)]
+    with pytest.raises(ConfigError, match="kv_heads=2 does not divide heads=3"):
+        configure(base, {**params, "heads": 3, "kv_heads": 2}, 60.0)
+    with pytest.raises(ConfigError, match="width=48 without heads is no multiple of the base's head width 32"):
+        configure(base, {**{k: v for k, v in params.items() if k != "heads"}, "width": 48}, 60.0)
+
+
 def test_floors_order_candidates_as_their_work_does() -> None:
     """Twice the layers of the same width cost about twice the time; nothing about it is measured on the model."""
     machine = this_machine(override(find_config("gpt2-c256"), {"device": "cpu", "precision": "fp32"}))
@@ -192,7 +205,10 @@ def test_what_cannot_be_fast_enough_is_never_trained(
         (["--budget", "soon"], "no time"),
         (["--target", "ko=0.9"], "knockouts are of games"),
         (["--storage", "mysql://"], "cannot be used"),
-        (["--space", "width=17,33"], "width=17 is no multiple of the base's head width 8; width=33 is no multiple"),
+        (
+            ["--space", "width=17,33"],
+            "width=17 without heads is no multiple of the base's head width 8; width=33 without heads",
+        ),
     ],
 )
 def test_bad_input(text: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
