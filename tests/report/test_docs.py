@@ -80,10 +80,26 @@ def test_a_climb_whose_gains_cannot_be_told_stands_beside_one_whose_can():
     busy = replace(clear, date="2026-12-24T00:00:00+00:00", contenders=noisy)
     assert docs.ladder([busy, clear]) == docs.ladder([clear])
     table = rows(docs.climbed([busy, clear]))
-    assert [row[0] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`"]
-    assert table[1][:3] == ["`m1`", "430", "300%"]
+    assert [row[1] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`"]
+    assert table[1][1:5] == ["`m1`", "430", "300%", "≈"]
     assert docs.ladder([busy]).count("≈") == 2  # alone it has to do: to m1, and from it
     assert rows(docs.climbed([clear])) == rows(docs.climbed([busy])) == []
+
+
+def test_other_models_climb_in_a_table_of_their_own():
+    times = (("m0", 12.0, 0.3), ("m1", 13.0, 0.2), ("m3", 2.0, 0.01), ("best", 0.9, 0.01))
+    small = samples.record(
+        "bench", "gpt2-c256", 32, 256, contenders=[samples.result(n, ms, 32, 256, spread=s) for n, ms, s in times]
+    )
+    older = replace(small, date="2026-11-01T00:00:00+00:00", contenders=small.contenders[1:])
+    table = rows(docs.elsewhere([small, samples.ladder(), older]))
+    assert [row[:5] for row in table] == [
+        ["`gpt2-c256`", "`m0`", "12", "30%", "–"],
+        ["`gpt2-c256`", "`m1`", "13", "20%", "≈"],
+        ["`gpt2-c256`", "`m3`", "2", "1%", "6.50×"],
+        ["`gpt2-c256`", "`best`", "0.9", "1%", "2.22×"],
+    ]
+    assert docs.elsewhere([samples.ladder()]) == docs.MISSING
 
 
 def test_layers_have_a_column_a_rung():
