@@ -130,14 +130,15 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with claimed(folder), storage_errors(plan.storage or folder / DATABASE):
+        machine = this_machine(plan.base)
+        possible = _possible(plan, machine)  # before anything is stored: the next attempt is of another space
         study = opened(plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}", plan.plan())
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3)
         requeue(study, folder)
         so_far = study.get_trials(deepcopy=False)
         seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
         study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
-        machine = this_machine(plan.base)
-        possible, chance = _possible(plan, machine), random.Random(seed)
+        chance = random.Random(seed)
         spent = time.monotonic() - began + sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
         refusals = 0
         while refusals < REFUSALS and _time_for_another(plan, trials_of(study), spent):
