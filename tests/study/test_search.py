@@ -191,11 +191,9 @@ def test_target_out_of_reach_is_said(text: Path, tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_fast_enough_is_never_trained(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = options(text, tmp_path / "out")
-    arguments[arguments.index("--least-steps") + 1] = "1000000000"
     with monkeypatch.context() as patched:
         patched.setattr(module, "train_on_clock", lambda task: pytest.fail("trained"))
-        assert main(arguments) == 2
+        assert main(options(text, tmp_path / "out", "--least-steps", "1000000000")) == 2
     assert "even at its floor" in " ".join(capsys.readouterr().err.split())
     assert main(options(text, tmp_path / "out")) == 0  # as the sentence says, of other candidates, in the same place
 
