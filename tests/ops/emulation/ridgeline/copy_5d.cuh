@@ -20,16 +20,16 @@ RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, in
 RL_D uint4 load_here(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 RL_D void prefetch_bytes(const void*, u32) {}
 RL_D uint4 load_stream(const uint4* pointer) { return *pointer; }
-RL_D u32 load_shared_u32(u32 address) { return shared<u32>(address); }
-RL_D void store_shared_u32(u32 address, u32 value) { shared<u32>(address) = value; }
-RL_D float load_shared(u32 address) { return shared<float>(address); }
-RL_D void store_shared(u32 address, float value) { shared<float>(address) = value; }
+RL_D u32 load_shared_u32(u32 address) { return load<u32>(address); }
+RL_D void store_shared_u32(u32 address, u32 value) { store<u32>(address, value); }
+RL_D float load_shared(u32 address) { return load<float>(address); }
+RL_D void store_shared(u32 address, float value) { store<float>(address, value); }
 RL_D void store_shared_4(u32 address, float a, float b, float c, float d) {
   const float v[4] = {a, b, c, d};
-  for (int i = 0; i < 4; ++i) shared<float>(address + 4 * i) = v[i];
+  for (int i = 0; i < 4; ++i) store<float>(address + 4 * i, v[i]);
 }
 RL_D void load_shared_4(float (&v)[4], u32 address) {
-  for (int i = 0; i < 4; ++i) v[i] = shared<float>(address + 4 * i);
+  for (int i = 0; i < 4; ++i) v[i] = load<float>(address + 4 * i);
 }
 template <int PENDING>
 RL_D void store_wait() {

@@ -4,13 +4,13 @@
 // A thread of a block is a fiber. Everything that waits yields to a scheduler, which takes warps in random order; copies
 // of the copy engine end at random times; wgmma runs either as early or as late as the rules allow, its accumulators are
 // NaN in between; shared memory starts as NaN. A kernel that passes under several seeds and both modes has its indices
-// right, and its barriers well enough that neither early reads nor late writes show.
+// right; that its barriers order what it does in shared memory, under any schedule, races.cuh tells.
 #pragma once
 #include "ridgeline/machine.cuh"
 
 namespace rl {
 
-using emulation::machine;
+using emulation::Clock, emulation::Event, emulation::machine;
 #ifndef RL_FP16
 #define RL_FP16 0
 #endif
@@ -80,24 +80,24 @@ RL_D bool any_in_warp(bool value) {
   for (uint64_t vote : machine.warp().slots[side]) any = any || vote;
   return any;
 }
-RL_D void sync_warp() { machine.post(0); }
+RL_D void sync_warp() { machine.post(0, true); }
 inline emulation::Gathering& named(int id) { return machine.named[16 * static_cast<int>(machine.rank()) + id]; }
-RL_D void sync_block() { machine.gather(named(0), machine.threads, "block"); }
+RL_D void sync_block() { machine.gather(named(0), machine.threads, "block", true); }
 template <int THREADS>
 RL_D void named_barrier(int id) {
-  machine.gather(named(id), THREADS, "named barrier");
+  machine.gather(named(id), THREADS, "named barrier", true);
 }
 template <int THREADS>
 RL_D void named_arrive(int id) {
-  auto& g = named(id);
-  if (++g.arrived == THREADS) g.arrived = 0, ++g.generation, ++machine.progress;
+  machine.arrive(named(id), THREADS, true);
+  ++machine.progress;
 }
 RL_D bool any_in_group(int id, bool value) {
   auto& g = machine.named[id];
   if (g.arrived == 0) g.any[~g.generation & 1] = false;
   bool& any = g.any[~g.generation & 1];
   any = any || value;
-  machine.gather(g, 128, "vote");
+  machine.gather(g, 128, "vote", true);
   return any;
 }
 
@@ -110,12 +110,26 @@ RL_D T& shared(u32 address) {
     machine.fail("shared memory address out of bounds or unaligned");
   return *reinterpret_cast<T*>(machine.smem.data() + address);
 }
-RL_D uint4 load_shared_16(u32 address) { return shared<uint4>(address); }
-RL_D u32 load_shared_4(u32 address) { return shared<u32>(address); }
-RL_D void store_shared_4(u32 address, u32 a) { shared<u32>(address) = a; }
-RL_D uint2 load_shared_8(u32 address) { return shared<uint2>(address); }
-RL_D void store_shared_8(u32 address, u32 a, u32 b) { shared<uint2>(address) = {a, b}; }
-RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { shared<uint4>(address) = {a, b, c, d}; }
+template <typename T>
+RL_D T load(u32 address) {  // by this thread
+  const int me = machine.current;
+  const T& place = shared<T>(address);
+  machine.check(machine.races.read(address, sizeof(T), machine.races.now(me), machine.races.of(me), false));
+  return place;
+}
+template <typename T>
+RL_D void store(u32 address, T value) {
+  const int me = machine.current;
+  T& place = shared<T>(address);
+  machine.check(machine.races.write(address, sizeof(T), machine.races.now(me), machine.races.of(me), false));
+  place = value;
+}
+RL_D uint4 load_shared_16(u32 address) { return load<uint4>(address); }
+RL_D u32 load_shared_4(u32 address) { return load<u32>(address); }
+RL_D void store_shared_4(u32 address, u32 a) { store<u32>(address, a); }
+RL_D uint2 load_shared_8(u32 address) { return load<uint2>(address); }
+RL_D void store_shared_8(u32 address, u32 a, u32 b) { store<uint2>(address, {a, b}); }
+RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) { store<uint4>(address, {a, b, c, d}); }
 RL_D uint2 load_global_8(const void* pointer) { return *static_cast<const uint2*>(pointer); }
 RL_D float4 load_global_16(const float* pointer) { return *reinterpret_cast<const float4*>(pointer); }
 RL_D uint4 load_global_16(const u16* pointer) { return *reinterpret_cast<const uint4*>(pointer); }
@@ -131,12 +145,12 @@ RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const unsigned side = machine.post(address);
   const u32 values[4] = {a, b, c, d};
   for (int m = 0; m < 4; ++m)
-    shared<u32>(static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() / 4]) + machine.lane() % 4 * 4) = values[m];
+    store<u32>(static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() / 4]) + machine.lane() % 4 * 4, values[m]);
 }
 RL_D void load_matrices(u32 (&m)[4], u32 address) {
   const unsigned side = machine.post(address);
   for (int q = 0; q < 4; ++q)
-    m[q] = shared<u32>(static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() / 4]) + machine.lane() % 4 * 4);
+    m[q] = load<u32>(static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() / 4]) + machine.lane() % 4 * 4);
 }
 RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) {
   const unsigned side = machine.post(address);
@@ -144,7 +158,7 @@ RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) {
   for (int m = 0; m < 2; ++m)
     for (int e = 0; e < 2; ++e) {
       const u32 row = static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() % 4 * 2 + e]);
-      shared<u16>(row + column) = static_cast<u16>(values[m] >> (16 * e));
+      store<u16>(row + column, static_cast<u16>(values[m] >> (16 * e)));
     }
 }
 RL_D void load_matrices_transposed(u32 (&m)[4], u32 address) {
@@ -153,22 +167,25 @@ RL_D void load_matrices_transposed(u32 (&m)[4], u32 address) {
     m[q] = 0;
     for (int e = 0; e < 2; ++e) {
       const u32 row = static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() % 4 * 2 + e]);
-      m[q] |= static_cast<u32>(shared<u16>(row + machine.lane() / 4 * 2)) << (16 * e);
+      m[q] |= static_cast<u32>(load<u16>(row + machine.lane() / 4 * 2)) << (16 * e);
     }
   }
 }
-RL_D void fence_async() {}
+RL_D void fence_async() {
+  machine.races.fence(machine.current);
+}
 template <int COUNT>
 RL_D void registers_up() {}
 template <int COUNT>
 RL_D void registers_down() {}
 
 // ---- mbarriers
-RL_D void barrier_init(u32 barrier, int arrivals) { machine.barriers[barrier] = {arrivals, arrivals, 0, 0}; }
+RL_D void barrier_init(u32 barrier, int arrivals) { machine.barriers[barrier] = {arrivals, arrivals}; }
 RL_D void barrier_init_fence() {}
 RL_D void barrier_arrive(u32 barrier) {
   auto& b = machine.barriers.at(barrier);
   if (b.pending == 0) machine.fail("too many arrivals at a barrier");
+  machine.races.give(machine.current, b.given);
   --b.pending, b.settle();
 }
 RL_D void barrier_expect(u32 barrier, u32 bytes) {
@@ -176,7 +193,10 @@ RL_D void barrier_expect(u32 barrier, u32 bytes) {
   barrier_arrive(barrier);
 }
 RL_D void barrier_wait(u32 barrier, u32 parity) {
-  machine.wait("barrier", [&] { return machine.barriers.at(barrier).phase != parity; });
+  auto& b = machine.barriers.at(barrier);
+  machine.wait("barrier", [&] { return b.phase != parity; });
+  machine.races.take(machine.current, b.complete);
+  machine.races.learn(machine.current, machine.races.component(emulation::BARRIER_COPIES, barrier), b.completed);
 }
 
 // ---- the copy engine: 16-bit tensors
@@ -190,7 +210,18 @@ static_assert(sizeof(TensorMap) == 128);
 RL_D u32 swizzled(u32 address, u32 swizzle) {
   return swizzle == 128 ? address ^ (address >> 7 & 7) << 4 : swizzle == 64 ? address ^ (address >> 7 & 3) << 4 : address;
 }
+// What copies and tensor cores touch is checked when they are told to: nothing may happen there from then on.
+inline u32 bytes_of(const TensorMap* map) { return 2 * map->box[0] * map->box[1] * map->box[2] * map->box[3]; }
+inline void check_copy(u32 destination, const TensorMap* map, u32 barrier) {
+  const Event by{machine.races.component(emulation::BARRIER_COPIES, barrier), machine.barriers.at(barrier).completed + 1};
+  machine.check(machine.races.write(destination, bytes_of(map), by, machine.races.of(machine.current), true));
+}
+inline void check_store(u32 source, const TensorMap* map) {
+  const Event by{machine.races.component(emulation::THREAD_COPIES, machine.current), machine.fibers[machine.current].committed + 1};
+  machine.check(machine.races.read(source, 2 * map->box[0] * map->box[1], by, machine.races.of(machine.current), true));
+}
 RL_D void copy_4d(u32 destination, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
+  check_copy(destination, map, barrier);
   machine.copies.push_back([=] {
     const int origin[4] = {x, y, z, w};
     u32 count = 1, at[4];
@@ -219,6 +250,7 @@ inline std::shared_ptr<int>& open_stores() {
   return open;
 }
 RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) {
+  check_store(source, map);
   auto group = open_stores();
   ++*group;
   machine.copies.push_back([=] {
@@ -233,7 +265,7 @@ RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) {
 }
 RL_D void store_commit() {
   auto& fiber = machine.fibers[machine.current];
-  fiber.stores.push_back(open_stores()), fiber.open_stores.reset();
+  fiber.stores.push_back(open_stores()), fiber.open_stores.reset(), ++fiber.committed;
 }
 template <int PENDING>
 RL_D void store_wait_read() {
@@ -243,6 +275,9 @@ RL_D void store_wait_read() {
       if (*stores[n] > 0) return false;
     return true;
   });
+  const u32 committed = machine.fibers[machine.current].committed;
+  if (committed > PENDING)
+    machine.races.learn(machine.current, machine.races.component(emulation::THREAD_COPIES, machine.current), committed - PENDING);
 }
 RL_D void prefetch_map(const TensorMap*) {}
 RL_D void prefetch_2d(const TensorMap*, int, int) {}
@@ -251,7 +286,7 @@ RL_D void let_next_start() {}
 
 // ---- clusters
 RL_D u32 cluster_rank() { return machine.rank(); }
-RL_D void cluster_sync() { machine.gather(machine.named[-1], static_cast<int>(machine.fibers.size()), "cluster"); }
+RL_D void cluster_sync() { machine.gather(machine.named[-1], static_cast<int>(machine.fibers.size()), "cluster", false); }
 RL_D u32 remote_address(u32 address, u32 rank) { return address % emulation::SMEM_STRIDE + rank * emulation::SMEM_STRIDE; }
 RL_D void remote_arrive(u32 barrier, u32 rank) { barrier_arrive(remote_address(barrier, rank)); }
 RL_D void remote_free(u32 remote_barrier) { barrier_arrive(remote_barrier); }
@@ -259,91 +294,6 @@ RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 
   for (u32 rank = 0; rank < 2; ++rank) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
 }
 
-// ---- wgmma
-RL_D float element(u32 block, u64 descriptor, int transposed, int mn, int k) {
-  const u32 start = block + ((descriptor & 0x3fff) << 4), group = (descriptor >> 32 & 0x3fff) << 4, mode = descriptor >> 62;
-  const u32 row = mode == 1 ? 128 : 64;  // swizzle of 128 or of 64 bytes
-  if (mode != 1 && mode != 2) machine.fail("operand without a swizzle");
-  const u32 span = row / 2, far = (descriptor >> 16 & 0x3fff) << 4;  // values a row of a tile holds; to the next tile
-  const u32 major = transposed ? k : mn, minor = transposed ? mn % span : k, tile = transposed ? mn / span * far : 0;
-  return pair_low(shared<u16>(swizzled(start + tile + major / 8 * group + major % 8 * row + 2 * minor, row)));
-}
-RL_D void execute(emulation::Warp& warp, int index, const emulation::Product& p) {
-  std::vector<float>& values = warp.in_flight.at(p.d[0]);
-  const u32 block = index / (machine.threads / 32) * emulation::SMEM_STRIDE;
-  for (int r = 0; r < 16; ++r) {
-    float a[16];
-    for (int k = 0; k < 16; ++k) {
-      const u32 pair = p.a_registers[r % 8 * 4 + k % 8 / 2][r / 8 + k / 8 * 2];
-      a[k] = p.registers ? (k % 2 ? pair_high(pair) : pair_low(pair)) : element(block, p.a, p.transposed_a, 16 * (index % 4) + r, k);
-    }
-    for (int c = 0; c < p.n; ++c) {
-      float& d = values[(r % 8 * 4 + c % 8 / 2) * (p.n / 2) + c / 8 * 4 + r / 8 * 2 + c % 2];
-      float sum = p.accumulate ? d : 0.f;
-      for (int k = 0; k < 16; ++k) sum += a[k] * element(block, p.b, p.transposed_b, c, k);
-      d = sum;
-    }
-  }
-}
-RL_D void issue(int n, float* d, const u32* a_registers, u64 a, u64 b, int ta, int tb, int accumulate) {
-  auto& warp = machine.warp();
-  const int index = machine.current / 32;
-  emulation::Product p{n, ta, tb, accumulate, a_registers != nullptr, a, b, {}, {}};
-  for (int x = 0; x < 4 && a_registers; ++x) {
-    const unsigned side = machine.post(a_registers[x]);
-    for (int l = 0; l < 32; ++l) p.a_registers[l][x] = static_cast<u32>(warp.slots[side][l]);
-  }
-  const unsigned side = machine.post(reinterpret_cast<u64>(d));
-  for (int l = 0; l < 32; ++l) p.d[l] = reinterpret_cast<float*>(warp.slots[side][l]);
-  if (machine.lane() == 0) {
-    if (!warp.in_flight.count(d)) {
-      auto& values = warp.in_flight[d];
-      for (float* lane : p.d) values.insert(values.end(), lane, lane + n / 2), std::fill(lane, lane + n / 2, NAN);
-    }
-    if (!machine.late) execute(warp, index, p);
-    warp.open.push_back(p);
-  }
-  sync_warp();
-}
-template <int N, int TRANSPOSED_A, int TRANSPOSED_B>
-RL_D void wgmma(float (&d)[N / 2], u64 a, u64 b, int accumulate) {
-  issue(N, d, nullptr, a, b, TRANSPOSED_A, TRANSPOSED_B, accumulate);
-}
-template <int N, int TRANSPOSED_B>
-RL_D void wgmma_registers(float (&d)[N / 2], const u32 (&a)[4], u64 b, int accumulate) {
-  issue(N, d, a, 0, b, 0, TRANSPOSED_B, accumulate);
-}
-RL_D void wgmma_fence() {}
-RL_D void wgmma_commit() {
-  auto& warp = machine.warp();
-  if (machine.lane() == 0) warp.groups.push_back(std::move(warp.open)), warp.open.clear();
-  sync_warp();
-}
-template <int PENDING>
-RL_D void wgmma_wait() {
-  auto& warp = machine.warp();
-  sync_warp();
-  if (machine.lane() == 0) {
-    std::map<float*, emulation::Product> finished;
-    while (warp.groups.size() > PENDING) {
-      for (auto& p : warp.groups.front()) {
-        if (machine.late) execute(warp, machine.current / 32, p);
-        finished[p.d[0]] = p;
-      }
-      warp.groups.erase(warp.groups.begin());
-    }
-    for (auto& [d, p] : finished) {
-      bool again = false;
-      for (auto& group : warp.groups)
-        for (auto& other : group) again = again || other.d[0] == d;
-      if (again) continue;
-      for (int l = 0; l < 32; ++l) std::copy_n(warp.in_flight[d].begin() + l * (p.n / 2), p.n / 2, p.d[l]);
-      warp.in_flight.erase(d);
-    }
-  }
-  sync_warp();
-}
-template <int COUNT>
-RL_D void wgmma_touch(float (&)[COUNT]) {}
-
 }  // namespace rl
+
+#include "ridgeline/products.cuh"

@@ -3,6 +3,7 @@
 #pragma once
 #define RL_EMULATED 1
 #include "ridgeline/common.cuh"
+#include "ridgeline/races.cuh"
 
 #include <ucontext.h>
 
@@ -65,20 +66,24 @@ struct Product {  // one wgmma of one warp
 struct Barrier {
   int arrivals = 0, pending = 0, bytes = 0;
   unsigned phase = 0;
+  uint32_t completed = 0;                  // phases
+  std::shared_ptr<Clock> given, complete;  // by this phase's arrivals; by the last one's
   void settle() {
-    if (pending == 0 && bytes == 0) phase ^= 1, pending = arrivals;
+    if (pending == 0 && bytes == 0) phase ^= 1, pending = arrivals, ++completed, complete = std::move(given), given.reset();
   }
 };
 struct Gathering {  // of any number of threads, again and again
   int arrived = 0;
   unsigned generation = 0;
   bool any[2];  // votes of this and of the last time
+  std::shared_ptr<Clock> given;
 };
 struct Warp {
   Gathering gathering;
   uint64_t slots[2][32];
   std::vector<std::vector<Product>> groups;  // committed, oldest first
   std::vector<Product> open;
+  uint32_t committed = 0;  // groups
   std::map<float*, std::vector<float>> in_flight;  // by lane 0's accumulators: the values of all lanes
 };
 struct Fiber {
@@ -88,6 +93,7 @@ struct Fiber {
   const char* waits_for = "";
   std::vector<std::shared_ptr<int>> stores;  // groups of stores not yet read from shared memory, oldest first
   std::shared_ptr<int> open_stores;
+  uint32_t committed = 0;  // groups of stores
 };
 
 struct Machine {
@@ -98,6 +104,7 @@ struct Machine {
   std::vector<Fiber> fibers;
   std::vector<std::function<void()>> copies;
   std::mt19937 random;
+  Races races;
   bool late = false;
   ucontext_t scheduler;
   int current = 0, block = 0, grid = 0, threads = 0, cluster = 1;  // `block` is the first of `cluster` that run together
@@ -119,15 +126,26 @@ struct Machine {
     while (!condition()) yield();
     ++progress;
   }
-  void gather(Gathering& g, int count, const char* what) {
-    const unsigned generation = g.generation;
-    if (++g.arrived == count) g.arrived = 0, ++g.generation;
-    wait(what, [&] { return g.generation != generation; });
+  std::shared_ptr<Clock> arrive(Gathering& g, int count, bool orders) {  // returns what all who meet will have given
+    if (orders) races.give(current, g.given);
+    auto given = g.given;
+    if (++g.arrived == count) g.arrived = 0, ++g.generation, g.given.reset();
+    return given;
   }
-  unsigned post(uint64_t value) {  // one value of each lane of the warp; returns which slots hold them
+  void gather(Gathering& g, int count, const char* what, bool orders) {
+    const unsigned generation = g.generation;
+    const auto given = arrive(g, count, orders);
+    wait(what, [&] { return g.generation != generation; });
+    races.take(current, given);
+  }
+  // An access of this thread to shared memory; what it is not ordered after ends the run.
+  void check(bool right) {
+    if (!right) fail(races.last());
+  }
+  unsigned post(uint64_t value, bool orders = false) {  // one of each lane of the warp; returns which slots hold them
     const unsigned side = warp().gathering.generation & 1;
     warp().slots[side][lane()] = value;
-    gather(warp().gathering, 32, "warp");
+    gather(warp().gathering, 32, "warp", orders);
     return side;
   }
   const char* run_cluster();  // nothing, or what went wrong
@@ -146,6 +164,7 @@ inline const char* Machine::run_cluster() {
   fault = nullptr;
   warps.assign(cluster * threads / 32, Warp{});
   fibers = std::vector<Fiber>(cluster * threads);
+  races.reset(cluster * threads, smem.size());
   for (auto& fiber : fibers) {
     constexpr size_t STACK = 256 * 1024;
     fiber.stack.reset(new char[STACK]);
