@@ -86,6 +86,7 @@ RL_D void differentiate(u32 (&du)[4][4], float (&sums)[2], const float (&da)[32]
 // The warpgroup's sums of 64 columns, its warps' added in a fixed order, to `out`.
 RL_D void write_sums(const float (&sums)[2], float* out, int columns, u32 area, const Place& me) {
   const u32 mine = area + (me.warp / 2 * 64 + 8 * (me.lane / 8) + 2 * (me.lane % 4) + me.lane / 4 % 2) * 4;
+  if (APART) named_barrier<128>(1 + me.group);  // the last columns' sums have been read; abreast, a turn has begun since
   if (me.warp % 2)
 #pragma unroll
     for (int i = 0; i < 2; ++i) store_shared(mine + 128 * i, sums[i]);

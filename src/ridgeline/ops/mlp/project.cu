@@ -144,7 +144,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, h, mean, rstd, eps, rows, mask, smem + STATISTICS};
     consume(join, vectors + 2 * VECTOR_BYTES, blocks, smem, bar, me, Residual{},
-            [&](float (&v)[OWN_ROWS][LANE], Residual& ahead, int row, const Tiles&) { join_forward(join, v, ahead, row, me); });
+            [&](float (&v)[OWN_ROWS][LANE], Residual& ahead, int row, const Tiles& tiles) {
+              JoinForward of_tile = join;
+              if (RMS) of_tile.statistics -= (tiles.round & 1) * STATISTICS_BYTES;  // one sum a tile: the other area by turns
+              join_forward(of_tile, v, ahead, row, me);
+            });
 #endif
   }
 }

@@ -180,8 +180,9 @@ struct Rows {
 };
 
 // Starts the copies of tiles before `end`, and of the keys of spans up to number `spans` with their first tile. A thread takes
-// long to start one: each warp starts those of one tensor.
-RL_D void copy_tiles(const Arguments& a, const Here& p, Position& at, u32& tile, u32 end, int spans) {
+// long to start one: each warp starts those of one tensor. `now`: the tile whose dS is there; a span's keys go to the place
+// of the last but one's, which dQ of the tile before `now` may still read.
+RL_D void copy_tiles(const Arguments& a, const Here& p, Position& at, u32& tile, u32 end, int spans, u32 now) {
 #pragma unroll 1
   for (; tile < end && at.spans <= spans && at.exists(a); ++tile, at.next(a)) {
     if (p.lane != 0) continue;
@@ -192,6 +193,7 @@ RL_D void copy_tiles(const Arguments& a, const Here& p, Position& at, u32& tile,
               at.unit.batch, barrier);
     } else if (at.begins()) {
       const u32 barrier = p.own_full(at.spans), to = p.own(0, at.spans) + (p.warp - 2) * TILE;
+      if (at.spans >= 2) p.wait_square_empty(now - 1 + SQUARES);
       if (p.warp == 2) barrier_expect(barrier, SPAN * PAIR);
 #pragma unroll 1
       for (int place = 0; place < SPAN; ++place)
@@ -211,14 +213,14 @@ RL_D void multiply_span(float (&dq)[D / 2], const Here& p, const Position& at, u
   }
 }
 
-// Copies and statistics. What says that a tile's dS is there also says that everybody is done with the tile before.
+// Copies and statistics. What says that a tile's dS is there also says that who made it is done with the tile before.
 RL_D void prepare(const Arguments& a, const Here& p) {
   Position at(a), copied(a), known(a);  // known: its statistics
   u32 tile = 0, copies = 0, statistics = 0;
   Rows rows;
   rows.load(a, p, known);
   const auto advance = [&](u32 free, u32 needed, int spans) {
-    copy_tiles(a, p, copied, copies, free, spans);
+    copy_tiles(a, p, copied, copies, free, spans, tile);
 #pragma unroll 1
     for (; statistics < needed && statistics < copies; ++statistics) {
       p.wait_full(statistics);

@@ -6,8 +6,9 @@
 // shared memory too, where a third warpgroup multiplies those of the whole span with its keys: the span's share of the tile's
 // dQ. Scores are computed once, and a square takes five products.
 //
-// A fourth warpgroup starts all copies and computes the rows' statistics. It needs no barriers for places that have become
-// free: dS of a tile from everybody says that everybody is done with the tile before, and with the span before.
+// A fourth warpgroup starts all copies and computes the rows' statistics. It needs no barriers for places of tiles that have
+// become free: dS of a tile from both warpgroups says that they are done with the tile before. A place of keys is free when
+// dQ of its span's last tile is done, which squares that are free again say.
 //
 // A thread block takes all spans of its heads, or where these are few a part of them, one span after the other. What they
 // add up to of dQ lies in fp32 in a place of the thread block's own, and each of its threads meets only what it wrote. The
