@@ -47,6 +47,7 @@ struct Consumer {
     for (int j = 0; j < 4; ++j)
       place[j] = swizzle128(16 * warp + (lane & 7) + 8 * (lane >> 3 & 1), 2 * j + (lane >> 4));
     for (int i = lane; i < V_COLUMNS + 2; i += 32) store_shared_4(sum_at(i), 0);
+    __syncwarp();
   }
   RL_D u32 sum_at(int i) const { return smem + SUMS + ((4 * group + warp) * (V_COLUMNS + 2) + i) * 4; }
   RL_D void add_sum(int i, float x) const { store_shared_4(sum_at(i), as_bits(from_bits(load_shared_4(sum_at(i))) + x)); }

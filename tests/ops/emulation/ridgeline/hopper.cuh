@@ -111,19 +111,36 @@ RL_D T& shared(u32 address) {
   return *reinterpret_cast<T*>(machine.smem.data() + address);
 }
 template <typename T>
-RL_D T load(u32 address) {  // by this thread
-  const int me = machine.current;
+RL_D T load(u32 address, Event by) {  // by this thread or by what it takes part in
   const T& place = shared<T>(address);
-  machine.check(machine.races.read(address, sizeof(T), machine.races.now(me), machine.races.of(me), false));
+  machine.check(machine.races.read(address, sizeof(T), by, machine.races.of(machine.current), false));
   return place;
 }
 template <typename T>
-RL_D void store(u32 address, T value) {
-  const int me = machine.current;
+RL_D void store(u32 address, T value, Event by) {
   T& place = shared<T>(address);
-  machine.check(machine.races.write(address, sizeof(T), machine.races.now(me), machine.races.of(me), false));
+  machine.check(machine.races.write(address, sizeof(T), by, machine.races.of(machine.current), false));
   place = value;
 }
+template <typename T>
+RL_D T load(u32 address) {
+  return load<T>(address, machine.races.now(machine.current));
+}
+template <typename T>
+RL_D void store(u32 address, T value) {
+  store<T>(address, value, machine.races.now(machine.current));
+}
+// The addresses of a warp's lanes, for stmatrix and ldmatrix; the event that all of its accesses are.
+struct Matrices {
+  const uint64_t* addresses;
+  Event by;
+  explicit Matrices(u32 address) {
+    addresses = machine.warp().slots[machine.post(address)];
+    by = {machine.races.component(emulation::MATRICES, machine.current / 32), ++machine.fibers[machine.current].matrices};
+    machine.races.learn(machine.current, by.who, by.when);
+  }
+  u32 row(int number) const { return static_cast<u32>(addresses[number]); }
+};
 RL_D uint4 load_shared_16(u32 address) { return load<uint4>(address); }
 RL_D u32 load_shared_4(u32 address) { return load<u32>(address); }
 RL_D void store_shared_4(u32 address, u32 a) { store<u32>(address, a); }
@@ -142,32 +159,28 @@ RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {
 RL_D void add_global(float* pointer, float value) { *pointer += value; }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
-  const unsigned side = machine.post(address);
+  const Matrices all(address);
   const u32 values[4] = {a, b, c, d};
-  for (int m = 0; m < 4; ++m)
-    store<u32>(static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() / 4]) + machine.lane() % 4 * 4, values[m]);
+  for (int m = 0; m < 4; ++m) store<u32>(all.row(8 * m + machine.lane() / 4) + machine.lane() % 4 * 4, values[m], all.by);
 }
 RL_D void load_matrices(u32 (&m)[4], u32 address) {
-  const unsigned side = machine.post(address);
-  for (int q = 0; q < 4; ++q)
-    m[q] = load<u32>(static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() / 4]) + machine.lane() % 4 * 4);
+  const Matrices all(address);
+  for (int q = 0; q < 4; ++q) m[q] = load<u32>(all.row(8 * q + machine.lane() / 4) + machine.lane() % 4 * 4, all.by);
 }
 RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) {
-  const unsigned side = machine.post(address);
+  const Matrices all(address);
   const u32 values[2] = {a, b}, column = machine.lane() / 4 * 2;
   for (int m = 0; m < 2; ++m)
-    for (int e = 0; e < 2; ++e) {
-      const u32 row = static_cast<u32>(machine.warp().slots[side][8 * m + machine.lane() % 4 * 2 + e]);
-      store<u16>(row + column, static_cast<u16>(values[m] >> (16 * e)));
-    }
+    for (int e = 0; e < 2; ++e)
+      store<u16>(all.row(8 * m + machine.lane() % 4 * 2 + e) + column, static_cast<u16>(values[m] >> (16 * e)), all.by);
 }
 RL_D void load_matrices_transposed(u32 (&m)[4], u32 address) {
-  const unsigned side = machine.post(address);
+  const Matrices all(address);
   for (int q = 0; q < 4; ++q) {
     m[q] = 0;
     for (int e = 0; e < 2; ++e) {
-      const u32 row = static_cast<u32>(machine.warp().slots[side][8 * q + machine.lane() % 4 * 2 + e]);
-      m[q] |= static_cast<u32>(load<u16>(row + machine.lane() / 4 * 2)) << (16 * e);
+      const u32 row = all.row(8 * q + machine.lane() % 4 * 2 + e);
+      m[q] |= static_cast<u32>(load<u16>(row + machine.lane() / 4 * 2, all.by)) << (16 * e);
     }
   }
 }

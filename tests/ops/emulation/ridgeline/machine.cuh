@@ -93,7 +93,7 @@ struct Fiber {
   const char* waits_for = "";
   std::vector<std::shared_ptr<int>> stores;  // groups of stores not yet read from shared memory, oldest first
   std::shared_ptr<int> open_stores;
-  uint32_t committed = 0;  // groups of stores
+  uint32_t committed = 0, matrices = 0;  // groups of stores; stmatrix and ldmatrix that it has taken part in
 };
 
 struct Machine {

@@ -2,10 +2,10 @@
 // under whatever schedule. Vector clocks.
 //
 // A clock says for each component up to which of its times its work is known. Components are the threads, what runs beside
-// them in order (a warp's tensor core by groups of products, a thread's copies to memory by groups of copies), and the
-// phases of barriers, which stand for the copies that complete them. What is ordered is what PTX orders: __syncwarp, bar.sync
-// and bar.red both ways, bar.arrive and an mbarrier's arrivals towards those who wait; not shuffles, votes, stmatrix,
-// ldmatrix. Tensor cores and copy engine see an ordinary store only if a proxy fence stands between it and the signal, or
+// them in order (a warp's tensor core by groups of products, a thread's copies to memory by groups of copies), a warp's
+// stmatrix and ldmatrix one after the other, which are its own and not a lane's, and the phases of barriers, which stand for
+// the copies that complete them. What is ordered is what PTX orders: __syncwarp, bar.sync and bar.red both ways, bar.arrive
+// and an mbarrier's arrivals towards those who wait; not shuffles and votes. Tensor cores and copy engine see an ordinary store only if a proxy fence stands between it and the signal, or
 // between the signal and them.
 #pragma once
 
@@ -22,8 +22,8 @@ namespace emulation {
 
 constexpr int EXTRA_COMPONENTS = 256;
 // What is no thread: the copies that a barrier counts, a thread's copies to memory, a warp's tensor core.
-enum Kind : uint32_t { BARRIER_COPIES, THREAD_COPIES, TENSOR_CORE };
-const std::string KINDS[] = {"copies of barrier ", "copies of thread ", "the tensor core of warp "};
+enum Kind : uint32_t { BARRIER_COPIES, THREAD_COPIES, TENSOR_CORE, MATRICES };
+const std::string KINDS[] = {"copies of barrier ", "copies of thread ", "the tensor core of warp ", "matrices of warp "};
 
 struct Clock {
   std::vector<uint32_t> seen, fenced;  // all that is known; of that, what the asynchronous engines see
