@@ -148,7 +148,8 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
     for (int turn = 0;; ++turn) {
       const int part = WORKERS * turn + first_part(me);
       differentiate(du, sums, da, kept, me);
-      send(p.du, staging, du, 64 * part, row, me);
+      stage(staging, du, me);
+      send(p.du, staging, 64 * part, row, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(row / 64) * p.inner + 64 * part, inside ? p.inner - 64 * part : 0,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);

@@ -80,9 +80,8 @@ struct Inner {  // where gelu'(u) and gelu(u) go
   int chunks;
 };
 
-// a = gelu(u), packed, sent; gelu'(u) kept: columns 64 part … of the 64 rows 64 tile ….
-RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int part, int tile, u32 panels, const Place& me) {
-  u32 slope[4][4];
+// a = gelu(u), packed and staged; slope = gelu'(u).
+RL_D void activate_rows(u32 (&a)[4][4], u32 (&slope)[4][4], float (&u)[32], u32 panels, const Place& me) {
 #pragma unroll
   for (int step = 0; step < 4; ++step)
 #pragma unroll
@@ -91,7 +90,12 @@ RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int part
       slope[step][k] = activate<GELU_TANH, true>(x[0], x[1]);
       a[step][k] = pack_pair(x[0], x[1]);
     }
-  send(p.a, panels, a, 64 * part, 64 * tile, me);
+  stage(panels, a, me);
+}
+
+// gelu(u), which is staged, and gelu'(u) leave: columns 64 part … of the 64 rows 64 tile ….
+RL_D void send_rows(const u32 (&slope)[4][4], const Inner& p, int part, int tile, u32 panels, const Place& me) {
+  send(p.a, panels, 64 * part, 64 * tile, me);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     const u32(&s)[4] = slope[step];
@@ -107,7 +111,7 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + machine.first_row;
     float z[HALVES][64], u[32];
-    u32 a[4][4];
+    u32 a[4][4], slope[4][4];
     begin_sums<BRANCH_BIAS>(z, down_bias, APART || me.group == 0, me);
     load_bias(u, smem + BIAS + 128 * first_part(me), me);
     barrier_wait(machine.bar.rows_full(), tiles.round & 1);
@@ -121,13 +125,14 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
 #pragma unroll 1
     for (int chunk = 0;; ++chunk) {
       const int part = WORKERS * chunk + first_part(me);
-      activate_rows(a, u, p, part, row / 64, panels, me);
+      activate_rows(a, slope, u, panels, me);
       if (chunk + 1 == chunks) break;
       load_bias(u, smem + BIAS + 128 * (part + WORKERS), me);
       take_turn(me);
       multiply_down(z, a, ring);
       multiply_up(u, machine.rows, ring);
       pass_turn(me);
+      send_rows(slope, p, part, row / 64, panels, me);
       wgmma_wait<UP_SLOTS>();
       release_all<HALVES>(ring, UP_SLOTS, me);
       wgmma_wait<0>();
@@ -142,6 +147,7 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
     take_turn(me);
     multiply_down(z, a, ring);
     pass_turn(me);
+    send_rows(slope, p, WORKERS * (chunks - 1) + first_part(me), row / 64, panels, me);
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(z[half]);

@@ -57,12 +57,11 @@ RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Plac
   for (int k = 0; k < blocks; ++k) {
     ring.wait();
     const u32 x = ring.address(), weight = x + X_BYTES + me.column() * 128;
+    const u64 a = operand_k_major(x), b = BACKWARD ? operand_mn_major(weight, 8192) : operand_k_major(weight);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const u64 b = BACKWARD ? operand_mn_major(weight + step * 16 * 128, 8192) : operand_k_major(weight + step * 32);
-      wgmma<HELD, 0, BACKWARD>(acc[0], operand_k_major(x + step * 32), b, true);
-    }
+    for (int step = 0; step < 4; ++step)
+      wgmma<HELD, 0, BACKWARD>(acc[0], further(a, step * 32), further(b, step * (BACKWARD ? 16 * 128 : 32)), true);
     wgmma_commit();
     if (k > 0) {
       wgmma_wait<1>();

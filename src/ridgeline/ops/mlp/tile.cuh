@@ -31,7 +31,7 @@ struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
   RL_D static Place here() {
     const int thread = threadIdx.x;
-    return {thread / 128 - 1, thread / 32 % 4, thread % 32};
+    return {warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32};
   }
   RL_D int thread() const { return 32 * warp + lane; }                 // in the warpgroup
   RL_D int column() const { return ABREAST == 2 ? group * HELD : 0; }  // the first that the warpgroup holds
@@ -145,23 +145,25 @@ RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
   copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
   ring.advance();
 }
+// The operand `bytes` further.
+RL_D u64 further(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 // acc[64, 128] += A[64 rows, 64 of K] (packed fragments) · slot
 template <int TRANSPOSED>
 RL_D void product_registers(float (&acc)[64], const u32 (&a)[4][4], u32 slot) {
+  const u64 b = TRANSPOSED ? operand_mn_major(slot, SLOT_BYTES / 2) : operand_k_major(slot);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const u64 b = TRANSPOSED ? operand_mn_major(slot + step * 16 * 128, SLOT_BYTES / 2) : operand_k_major(slot + step * 32);
-    wgmma_registers<128, TRANSPOSED>(acc, a[step], b, 1);
-  }
+  for (int step = 0; step < 4; ++step)
+    wgmma_registers<128, TRANSPOSED>(acc, a[step], further(b, step * (TRANSPOSED ? 16 * 128 : 32)), 1);
 }
 // acc[64, 64] (+)= A[64 rows, 128 of K] · slot; `a` is the first of two K blocks of A in shared memory.
 template <int TRANSPOSED>
 RL_D void product_narrow(float (&acc)[32], u32 a, u32 slot, bool accumulate) {
+  const u64 first = operand_k_major(a), b = TRANSPOSED ? operand_mn_major(slot, 8192) : operand_k_major(slot);
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
     const u32 block = step / 4 * 8192, k = step % 4;
-    const u64 b = TRANSPOSED ? operand_mn_major(slot + block + k * 16 * 128, 8192) : operand_k_major(slot + block + k * 32);
-    wgmma<64, 0, TRANSPOSED>(acc, operand_k_major(a + block + k * 32), b, accumulate || step > 0);
+    wgmma<64, 0, TRANSPOSED>(acc, further(first, block + k * 32), further(b, block + k * (TRANSPOSED ? 16 * 128 : 32)),
+                             accumulate || step > 0);
   }
 }
 
