@@ -16,6 +16,9 @@ constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 64 * 4 : 0;  // a warpgroup's: [pair
 constexpr int STAGING_BYTES = APART && SUMS_BYTES > PANELS_BYTES ? SUMS_BYTES : PANELS_BYTES;
 constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, STATISTICS = DU_SUMS + 2 * DU_SUMS_BYTES;
 constexpr int VECTOR = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES), BARRIERS = VECTOR + VECTOR_BYTES;
+// Of what is kept, 64 rows × 128 inner columns; and so many of these come into L2 before dz, which waits in the copy engine
+// until they have.
+constexpr int KEPT_BYTES = 64 * 128 * 2, KEPT_AHEAD = 2;
 constexpr int DOWN_SLOTS = K_BLOCKS / 2;  // for 64 inner columns; Wup's are HALVES
 static_assert((APART ? 1 : 2) * STAGING_BYTES >= SUMS_BYTES, "the join's sums do not fit where du was staged");
 
@@ -33,16 +36,23 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
   };
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + machine.first_row;
+    const auto prefetch_kept = [&](int chunk) {
+      if (row < join.rows && chunk < chunks) prefetch_bytes(kept + kept_index(row / 64, chunks, chunk, 0, 0), KEPT_BYTES);
+    };
     fetch(0);
-    // The forward pass's, as r is:
-    if (row < join.rows) prefetch_bytes(kept + kept_index(row / 64, chunks, 0, 0, 0), chunks * 64 * 128 * 2);
-    if (machine.first_row == 0) prefetch_rows(join.r, join.rows, tiles.tile);
+    for (int chunk = 0; chunk < KEPT_AHEAD; ++chunk) prefetch_kept(chunk);
     if (tiles.round == 0) begin_reading();
     barrier_wait(bar.rows_empty(), (tiles.round & 1) ^ 1);
     barrier_expect(bar.rows_full(), ROWS_BYTES);
     for (int k = 0; k < K_BLOCKS; ++k) copy_2d(machine.rows + k * 8192, dz, 64 * k, row, bar.rows_full());
-    if (RESIDUAL && machine.first_row == 0) prefetch_rows(join.dresidual, join.rows, tiles.tile);
-    for (int turn = 1; turn <= turns; ++turn) fetch(turn);
+    for (int turn = 1; turn <= turns; ++turn) {
+      if (!APART || turn % 2) prefetch_kept(KEPT_AHEAD + (turn - 1) * WORKERS / 2);
+      if (turn == ceil_div(turns, 2) && machine.first_row == 0) {
+        prefetch_rows(join.r, join.rows, tiles.tile);
+        if (RESIDUAL) prefetch_rows(join.dresidual, join.rows, tiles.tile);
+      }
+      fetch(turn);
+    }
   }
 }
 
@@ -149,7 +159,6 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
       const int part = WORKERS * turn + first_part(me);
       differentiate(du, sums, da, kept, me);
       stage(staging, du, me);
-      send(p.du, staging, 64 * part, row, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(row / 64) * p.inner + 64 * part, inside ? p.inner - 64 * part : 0,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
@@ -159,6 +168,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
       multiply_up(dh, du, ring);
       multiply_down(da, machine.rows, ring);
       pass_turn(me);
+      send(p.du, staging, 64 * part, row, me);
       wgmma_wait<DOWN_SLOTS>();
       release_all<HALVES>(ring, DOWN_SLOTS, me);
       wgmma_wait<0>();
@@ -168,17 +178,18 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
     }
     if (!APART && me.group == 1) named_arrive<256>(6);  // dz has been read
     if (APART && me.lane == 0) barrier_arrive(machine.bar.rows_empty());
-    Ahead ahead;
-    ahead.load(join, row + first_row(me), me);
     take_turn(me);
     multiply_up(dh, du, ring);
     pass_turn(me);
-    if (me.lane == 0) store_wait_read<0>();  // the join's sums are taken where du was staged
-    sync_warp();
+    send(p.du, staging, 64 * (WORKERS * (turns - 1) + first_part(me)), row, me);
+    Ahead ahead;
+    ahead.load(join, row + first_row(me), me);
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
     release_all<HALVES>(ring, 0, me);
+    if (me.lane == 0) store_wait_read<0>();  // the join's sums are taken where du was staged
+    sync_warp();
     skip_turn(ring, me.group == 0 ? HALVES : DOWN_SLOTS);
     float v[OWN_ROWS][LANE];
     finish_sums(v, dh, machine, me);

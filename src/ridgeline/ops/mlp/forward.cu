@@ -142,12 +142,12 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
     }
     if (!APART && me.group == 1) named_arrive<256>(6);  // h has been read
     if (APART && me.lane == 0) barrier_arrive(machine.bar.rows_empty());
-    Residual ahead;
-    ahead.load(join, row + first_row(me), me);
     take_turn(me);
     multiply_down(z, a, ring);
     pass_turn(me);
     send_rows(slope, p, WORKERS * (chunks - 1) + first_part(me), row / 64, panels, me);
+    Residual ahead;
+    ahead.load(join, row + first_row(me), me);
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(z[half]);
