@@ -1,6 +1,6 @@
 """Whole steps of several checkouts in turns on one card: a process each, all captured before the first turn.
 
-python3 dev/gpu/turns_gpu.py SECONDS CHECKOUT... [-- WORKLOAD...]        (20 s a checkout cold, then 2 s a turn and workload)
+python3 dev/gpu/turns_gpu.py SECONDS CHECKOUT... [-- WORKLOAD...]        (20 s cold, 1 s a turn and workload)
 """
 
 import json
@@ -88,9 +88,8 @@ def main(seconds, checkouts, names):
         for name in names:
             for checkout, t in times[name].items():
                 if t:
-                    print(
-                        f"{name:16s} {checkout:24s} median {statistics.median(t):.4f} ms of {len(t)} turns, {min(t):.4f} to {max(t):.4f}"
-                    )
+                    spread = f"{min(t):.4f} to {max(t):.4f} in {len(t)} turns"
+                    print(f"{name:16s} {checkout:24s} median {statistics.median(t):.4f} ms, {spread}", flush=True)
         for process in workers.values():
             process.kill()
 
