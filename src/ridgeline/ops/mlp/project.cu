@@ -10,10 +10,9 @@
 using namespace rl;
 
 constexpr int X_BYTES = 64 * 128;  // of a slot: 64 rows × 64 of K
-constexpr int PARTS = 1 + APART;       // 64 rows each, of a tile
 constexpr int RING = 0, STATISTICS = STAGES * SLOT_BYTES;
 constexpr int BRANCH_SUMS = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES);
-constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? PARTS * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
+constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? ROW_BLOCKS * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
 struct Reads {  // what the join reads of every row
   const u16 *a, *b;
@@ -38,7 +37,7 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
   begin_reading();
   ring = Ring(smem + RING, bar);
   for (Tiles tiles(rows); tiles.valid(); tiles.advance())
-    for (int part = 0; part < PARTS; ++part)
+    for (int part = 0; part < ROW_BLOCKS; ++part)
       for (int k = 0; k < blocks; ++k) {
         const int row = tiles.tile * TILE_ROWS + 64 * part;
         if (tiles.round > 0 || part > 0 || k >= early) fetch_weight(k);
@@ -121,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&x), prefetch_map(&w);
-  begin<1>(bar);
+  begin(bar);
   if (me.group < 0) {
     registers_down<40>();
 #if BACKWARD
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               own_columns(v, me);
               join_backward(join, v, ahead, row, smem + BRANCH_SUMS + (APART ? me.group * SUMS_BYTES : 0),
                             smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES,
-                            PARTS * tiles.tile + (APART ? me.group : 0), me);
+                            ROW_BLOCKS * tiles.tile + (APART ? me.group : 0), me);
             });
 #else
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, h, mean, rstd, eps, rows, mask, smem + STATISTICS};

@@ -2,8 +2,7 @@
 // warpgroups hold whole rows of the result in registers.
 //
 // Who has what: with few rows (ABREAST 2) a block has 64, each warpgroup finishes half of their columns, and the MLP's inner
-// columns are divided between them. With many (ABREAST 1) a block has 128, each warpgroup 64 with a pass of its own over the
-// weights, so that one's products run while the other goes on with its finished rows.
+// columns are divided between them. With many (ABREAST 1) a block has 128, each warpgroup 64.
 //
 // Macros: WIDTH (C: 128 or 256), STAGES (ring slots), ABREAST.
 #pragma once
@@ -22,10 +21,11 @@ constexpr int HELD = WIDTH / ABREAST;               // columns that a warpgroup 
 constexpr int GROUPS = HELD / 32, LANE = HELD / 4;  // column groups; values of a row in a thread
 constexpr int OWN_ROWS = 2;                         // rows a thread finishes
 constexpr bool APART = ABREAST == 1;
+constexpr int ROW_BLOCKS = 2 / ABREAST;             // of 64 rows, in a tile
 // A slot of the ring: 64 rows of A and, behind them, all of the weight by 64 of K. The MLP's, of the weights alone: 64 of K by
 // 128 of the result's columns, or 64 rows by 128 of K.
 constexpr int SLOT_BYTES = MLP ? 128 * 128 : (64 + WIDTH) * 128;
-constexpr int READERS = APART || MLP ? 4 : 8;       // warps that read a slot
+constexpr int READERS = APART == MLP ? 8 : 4;       // warps that read a slot
 
 struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
@@ -53,27 +53,25 @@ struct Barriers {
   u32 base;
   RL_D u32 full(int slot) const { return base + 8 * slot; }
   RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
-  RL_D u32 rows_full() const { return base + 8 * (2 * STAGES); }       // the MLP's rows of A are there
-  RL_D u32 rows_empty() const { return base + 8 * (2 * STAGES + 1); }  // … may be written again
+  RL_D u32 rows_full(int block) const { return base + 8 * (2 * STAGES + block); }   // the MLP's rows of A are there
+  RL_D u32 rows_empty(int block) const { return rows_full(ROW_BLOCKS + block); }  // … may be written again
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full(i), 1);
       barrier_init(empty(i), READERS);
     }
-    barrier_init(rows_full(), 1);
-    barrier_init(rows_empty(), APART ? 4 : 8);
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+      barrier_init(rows_full(block), 1);
+      barrier_init(rows_empty(block), 8 / ROW_BLOCKS);
+    }
     barrier_init_fence();
   }
 };
 constexpr int BARRIER_BYTES = 256;
-static_assert(8 * (2 * STAGES + 2) <= BARRIER_BYTES, "barriers overflow");
+static_assert(8 * (2 * STAGES + 4) <= BARRIER_BYTES, "barriers overflow");
 
-// COUNT sets of barriers, one behind the other, are there.
-template <int COUNT>
 RL_D void begin(Barriers bar) {
-  if (threadIdx.x == 0)
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) Barriers{bar.base + i * BARRIER_BYTES}.init();
+  if (threadIdx.x == 0) bar.init();
   sync_block();
   sync_warp();
 }
