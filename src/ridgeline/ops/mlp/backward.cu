@@ -139,6 +139,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, Barriers b
   begin_turns(ring, DOWN_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + block_row(row_block(me));
+    if (me.thread() == 0) join.touch_rows(row);
     const bool inside = row < join.rows;
     float dh[HALVES][64], da[32], sums[2];
     u32 du[4][4];

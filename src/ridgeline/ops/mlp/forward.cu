@@ -107,6 +107,7 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
   begin_turns(ring, UP_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + block_row(row_block(me));
+    if (me.thread() == 0) join.touch_rows(row);
     float z[HALVES][64], u[32];
     u32 a[4][4], slope[4][4];
     begin_sums<BRANCH_BIAS>(z, down_bias, APART || me.group == 0, me);

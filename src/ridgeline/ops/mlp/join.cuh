@@ -94,6 +94,12 @@ RL_D void row_sums(float (&x)[COUNT], u32 area, const Place& me) {
   for (int i = 0; i < COUNT; ++i) x[i] += load_shared(place + ((me.group ^ 1) * COUNT + i) * 256);
 }
 
+// A join's rows are asked for long before they are read or written: a page that no kernel has touched for long costs whoever
+// comes to it first a microsecond or two, and whatever stands behind it.
+RL_D void touch_row(const u16* x, int row, int rows) {
+  if (x && row < rows) touch(x + static_cast<i64>(row) * WIDTH);
+}
+
 // Registers last for all that a join reads of a thread's rows; otherwise for one of them.
 constexpr bool HOLDS = OWN_ROWS * LANE <= 64;
 constexpr int AHEAD_ROWS = HOLDS ? OWN_ROWS : 1, PIECES = AHEAD_ROWS * GROUPS;
@@ -113,6 +119,9 @@ struct JoinForward {
   int rows;
   Mask mask;
   u32 statistics;  // two areas of `row_sums`
+  RL_D void touch_rows(int row) const {
+    touch_row(residual, row, rows), touch_row(r, row, rows), touch_row(h, row, rows);
+  }
 };
 
 // The residual of this thread's rows, or of its first, loaded while there is something to wait for: at once, or in pieces.
@@ -171,7 +180,7 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], Residua
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i) {
     const bool inside = row + 8 * i < p.rows;
-    const float rstd = 1.f / sqrtf(squares[i] * (1.f / WIDTH) + p.eps);
+    const float rstd = reciprocal_root(squares[i] * (1.f / WIDTH) + p.eps);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;
@@ -267,6 +276,10 @@ struct JoinBackward {
   i64 stride;
   int rows;
   Mask mask;
+  RL_D void touch_rows(int row) const {
+    touch_row(r, row, rows), touch_row(dresidual, row, rows), touch_row(dr, row, rows), touch_row(dbranch, row, rows);
+    touch(partials);
+  }
 };
 
 // What join_backward reads first, loaded while there is something to wait for: at once, or in pieces.

@@ -93,6 +93,7 @@ RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + (APART ? 64 * me.group : 0) + first_row(me);
     float acc[1][HELD / 2], v[OWN_ROWS][LANE];
+    if (me.thread() == 0) join.touch_rows(row);
     if (HOLDS) ahead.load_statistics(join, row);
     else ahead.load(join, row, me);
     begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias + 2 * me.column(), true, me);
