@@ -72,7 +72,8 @@ def sources():
     for file, first, second, inner, sums, count in (("forward", "up", "down", "u", "z", "chunk"), ("backward", "down", "up", "da", "dh", "turn")):
         p = OUT / f"{file}.cu"; s = common(p.read_text())
         s = put(s, "begin_reading();\n", "{ begin_reading(); stamp(2); }\n")
-        s = put(s, "bar.rows_full());\n", "bar.rows_full());\n    stamp(3);\n")
+        fetched = "    fetch_rows(h, smem, bar, tiles.tile, tiles.round);\n".replace("h,", "h," if file == "forward" else "dz,")
+        s = put(s, fetched, fetched + "    stamp(3);\n")
         now = f"{count} == 3"
         for name, at in (("up", 19 if second == "up" else 21), ("down", 19 if second == "down" else 21)):
             head = {"up": "multiply_up(", "down": "multiply_down("}[name]
@@ -82,26 +83,26 @@ def sources():
             var = "half" if loop == "HALVES" else "k"
             j = s.index("    ring.wait();\n", i)
             s = s[:j] + f"    ring.wait();\n    stamp_if(now, {at} + {var});\n" + s[j + len("    ring.wait();\n"):]
-        s = put(s, f"    take_turn(me);\n    multiply_{first}({inner}", f"    stamp(4);\n    take_turn(me);\n    stamp(5);\n    multiply_{first}({inner}")
+        s = put(s, f"    begin_turn(me);\n    multiply_{first}({inner}", f"    stamp(4);\n    begin_turn(me);\n    stamp(5);\n    multiply_{first}({inner}")
         s = put(s, f"    wgmma_touch({inner});\n    release_all", f"    wgmma_touch({inner});\n    stamp(6);\n    release_all")
         s = put(s, f"      const int part = WORKERS * {count} + first_part(me);\n", f"      const int part = WORKERS * {count} + first_part(me);\n      stamp_if({now}, 10);\n")
         if file == "forward":
             s = put(s, "      activate_rows(a, slope, u, panels, me);\n", f"      activate_rows(a, slope, u, panels, me, {now});\n      stamp_if({now}, 13);\n")
             s = put(s, "float (&u)[32], u32 panels, const Place& me) {", "float (&u)[32], u32 panels, const Place& me, bool now) {")
             s = put(s, "  stage(panels, a, me);", "  stage(panels, a, me, now);")
-            s = put(s, "      multiply_down(z, a, ring);\n      multiply_up(u, machine.rows, ring);\n      pass_turn(me);\n      send_rows(slope, p, part, row / 64, panels, me);\n", f"      stamp_if({now}, 18);\n      multiply_down(z, a, ring, {now});\n      multiply_up(u, machine.rows, ring, {now});\n      pass_turn(me);\n      stamp_if({now}, 23);\n      send_rows(slope, p, part, row / 64, panels, me);\n      stamp_if({now}, 16);\n")
+            s = put(s, "      multiply_down(z, a, ring);\n      multiply_up(u, rows, ring);\n      end_turn(me);\n      send_rows(slope, p, part, row / 64, panels, me);\n", f"      stamp_if({now}, 18);\n      multiply_down(z, a, ring, {now});\n      multiply_up(u, rows, ring, {now});\n      end_turn(me);\n      stamp_if({now}, 23);\n      send_rows(slope, p, part, row / 64, panels, me);\n      stamp_if({now}, 16);\n")
             s = put(s, "      wgmma_wait<UP_SLOTS>();\n", f"      wgmma_wait<UP_SLOTS>();\n      stamp_if({now}, 24);\n")
             s = put(s, "      load_bias(u, smem + BIAS + 128 * (part + WORKERS), me);\n", f"      load_bias(u, smem + BIAS + 128 * (part + WORKERS), me);\n      stamp_if({now}, 17);\n")
         else:
             s = put(s, "      stage(staging, du, me);\n", f"      stage(staging, du, me, {now});\n      stamp_if({now}, 13);\n")
             s = put(s, "      load_kept(kept, p, part + WORKERS, row / 64, inside, me);\n", f"      load_kept(kept, p, part + WORKERS, row / 64, inside, me);\n      stamp_if({now}, 17);\n")
-            s = put(s, "      multiply_up(dh, du, ring);\n      multiply_down(da, machine.rows, ring);\n      pass_turn(me);\n      send(p.du, staging, 64 * part, row, me);\n", f"      stamp_if({now}, 18);\n      multiply_up(dh, du, ring, {now});\n      multiply_down(da, machine.rows, ring, {now});\n      pass_turn(me);\n      stamp_if({now}, 23);\n      send(p.du, staging, 64 * part, row, me);\n      stamp_if({now}, 16);\n")
+            s = put(s, "      multiply_up(dh, du, ring);\n      multiply_down(da, rows, ring);\n      end_turn(me);\n      send(p.du, staging, 64 * part, row, me);\n", f"      stamp_if({now}, 18);\n      multiply_up(dh, du, ring, {now});\n      multiply_down(da, rows, ring, {now});\n      end_turn(me);\n      stamp_if({now}, 23);\n      send(p.du, staging, 64 * part, row, me);\n      stamp_if({now}, 16);\n")
             s = put(s, "      wgmma_wait<DOWN_SLOTS>();\n", f"      wgmma_wait<DOWN_SLOTS>();\n      stamp_if({now}, 24);\n")
         s = put(s, f"      wgmma_wait<0>();\n      wgmma_touch({inner});\n", f"      wgmma_wait<0>();\n      wgmma_touch({inner});\n      stamp_if({now}, 25);\n")
         s = put(s, "    if (!APART && me.group == 1) named_arrive<256>(6);", "    stamp(30);\n    if (!APART && me.group == 1) named_arrive<256>(6);")
-        s = put(s, f"    take_turn(me);\n    multiply_{second}({sums}, ", f"    stamp(31);\n    take_turn(me);\n    stamp(32);\n    multiply_{second}({sums}, ")
+        s = put(s, f"    begin_turn(me);\n    multiply_{second}({sums}, ", f"    stamp(31);\n    begin_turn(me);\n    stamp(32);\n    multiply_{second}({sums}, ")
         s = put(s, "    release_all<HALVES>(ring, 0, me);\n", "    release_all<HALVES>(ring, 0, me);\n    stamp(33);\n")
-        s = put(s, f"    finish_sums(v, {sums}, machine, me);\n", f"    finish_sums(v, {sums}, machine, me);\n    stamp(34);\n")
+        s = put(s, f"    finish_sums(v, {sums}, rows, bar, me);\n", f"    finish_sums(v, {sums}, rows, bar, me);\n    stamp(34);\n")
         end = "    join_forward(join, v, ahead, row + first_row(me), me);\n" if file == "forward" else "STATISTICS_BYTES, row / 64, me);\n"
         s = put(s, end, end + "    stamp(35);\n    stamp_value(40, ring.waited);\n")
         s = put(s, "  if (me.lane == 0) store_wait<0>();\n", "  if (me.lane == 0) store_wait<0>();\n  stamp(36);\n")

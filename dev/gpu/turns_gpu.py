@@ -1,8 +1,13 @@
 """Whole steps of several checkouts in turns on one card: a process each, all captured before the first turn.
 
 python3 dev/gpu/turns_gpu.py SECONDS CHECKOUT... [-- WORKLOAD...]        (20 s cold, 1 s a turn and workload)
+python3 dev/gpu/turns_gpu.py compile CHECKOUT...                         (no card: whole-row kernels into the cache)
+
+A workload "gpt2-c256-512+mlp" takes the MLP's whole rows whatever the choices say; "1:gpt2-c256" is for the second
+checkout alone.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -23,9 +28,13 @@ def worker(names):
     from ridgeline.engine import TrainStep
     from ridgeline.models import LanguageConfig, LanguageModel
 
-    steps = {}
+    steps, scope = {}, contextlib.ExitStack()
     for name in names:
-        config, B, T = fused.WORKLOADS[name]
+        scope.close()
+        workload, _, rows = name.partition("+")
+        config, B, T = fused.WORKLOADS[workload]
+        if rows:
+            scope.enter_context(fused.chosen(B * T <= 65536, {"rows": frozenset(rows.split(","))}))
         m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
         train = TrainStep(m, precision="bf16")
         generator = torch.Generator().manual_seed(2)
@@ -50,14 +59,43 @@ def worker(names):
         print(statistics.median(times), flush=True)
 
 
+def compile_only():
+    """Cubins of ops/mlp as gpt2-c256 and fast-c256 ask for them: 8,192 rows, and the MLP's with many."""
+    import torch
+
+    from ridgeline.ops import _cuda as cuda
+    from ridgeline.ops.mlp import kernels
+
+    for gpt2 in (True, False):
+        for part in kernels._PARTS:
+            for config in (kernels.ABREAST, kernels.WHOLE) if part.startswith("mlp") else (kernels.ABREAST,):
+                forward, F = part.endswith("forward"), 1024 if gpt2 else 512
+                fitted = kernels.fitted(part, 256, config, F, sums=1 + gpt2, up_bias=gpt2 and forward)
+                macros = kernels.tile_macros(256, torch.bfloat16, fitted) | {
+                    "RMS": int(not gpt2), "DROPOUT": 0, "RESIDUAL": 1, "NORM_BIAS": int(gpt2),
+                    "BRANCH_BIAS": int(gpt2 and forward),
+                }  # fmt: skip
+                if part.startswith("mlp"):
+                    macros |= {"GELU_TANH": 1} if forward else {}
+                    macros |= {"UP_BIAS": int(gpt2 and forward)}
+                else:
+                    macros |= {"BACKWARD": int(not forward)}
+                cuda.build(kernels.FOLDER / kernels.source(part), macros, "sm_90a")
+
+
 def main(seconds, checkouts, names):
     """Turns of every checkout and workload until `seconds` have passed."""
     end, here = time.time() + seconds, str(Path(__file__).resolve().parent)
-    workers = {}
+    workers, mine = {}, {c: [] for c in checkouts}
+    for name in names:
+        index, _, workload = name.rpartition(":")
+        for checkout in [checkouts[int(index)]] if index else checkouts:
+            mine[checkout].append(workload)
+    names = list(dict.fromkeys(name.rpartition(":")[2] for name in names))
     for checkout in checkouts:
         path = os.pathsep.join([str(Path(checkout).resolve() / "src"), here, os.environ.get("PYTHONPATH", "")])
         workers[checkout] = subprocess.Popen(
-            [sys.executable, __file__, "--worker", *names],
+            [sys.executable, __file__, "--worker", *mine[checkout]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -74,6 +112,8 @@ def main(seconds, checkouts, names):
                 for checkout in list(checkouts) if turn % 2 else list(checkouts)[::-1]:
                     if time.time() > end:
                         return
+                    if name not in mine[checkout]:
+                        continue
                     process = workers[checkout]
                     process.stdin.write(name + "\n")
                     process.stdin.flush()
@@ -97,6 +137,14 @@ def main(seconds, checkouts, names):
 if __name__ == "__main__":
     if sys.argv[1] == "--worker":
         worker(sys.argv[2:])
+    elif sys.argv[1:] == ["compile"]:
+        compile_only()
+    elif sys.argv[1] == "compile":
+        here = [
+            subprocess.Popen([sys.executable, __file__, "compile"], env=os.environ | {"PYTHONPATH": f"{c}/src"})
+            for c in sys.argv[2:]
+        ]
+        sys.exit(max(p.wait() for p in here))
     else:
         arguments, names = sys.argv[2:], ["gpt2-c256", "fast-c256"]
         if "--" in arguments:
