@@ -1,6 +1,6 @@
 """Clock stamps of ops/mlp's kernels inside a whole captured step: cycles from a block's start, per warpgroup, layer by layer.
 
-PYTHONPATH=src OUT=$OUT python3 dev/gpu/mlp_trace_gpu.py [gpt2-c256] [fast-c256] [late]        (20 s each, cold)
+PYTHONPATH=src OUT=$OUT python3 dev/gpu/mlp_trace_gpu.py [gpt2-c256] [fast-c256:late]        (20 s each, cold)
 """
 import contextlib, json, os, shutil, sys
 from pathlib import Path
@@ -117,6 +117,9 @@ def sources():
 NAMES = {1: "set up", 2: "previous done", 3: "vectors/issued", 4: "at first turn", 5: "turn", 6: "1st product", 10: "[4th part", 11: "math", 12: "panel free", 13: "panel", 14: "fence", 15: "sent", 16: "kept/sums]", 17: "loads", 18: "turn", 19: "slot", 20: "slot", 21: "slot", 22: "slot", 23: "issued", 24: "2nd product done", 25: "1st product done", 30: "loop done", 31: "ahead", 32: "last turn", 33: "last product", 34: "met", 41: "join: first", 42: "sums met", 43: "second", 44: "third", 35: "joined", 36: "stores done", 37: "end"}
 PROJECT = {**{10 + i: f"k{i // 2}" + ("full" if i % 2 else "") for i in range(16)}, **{k: v for k, v in NAMES.items() if k < 10 or k > 29}}
 
+TRACES = {}  # by a kernel's macros, so that a second run compiles nothing
+
+
 def main(name, early):
     import torch
     sources()
@@ -125,9 +128,9 @@ def main(name, early):
     import fused_gpu as F
     from ridgeline.engine import TrainStep
     from ridgeline.models import LanguageModel, LanguageConfig
-    K.FOLDER, K.SMEM_LIMIT = OUT.resolve(), K.SMEM_LIMIT - 2048
+    K.FOLDER, K.SMEM_LIMIT = OUT.resolve(), 225 * 1024
     size = 132 * 3 * STAMPS * 8
-    traces, real = {}, cuda.load
+    traces, real = TRACES, cuda.load
     def load(path, macros):
         if Path(path).parent != K.FOLDER:
             return real(path, macros)
@@ -189,7 +192,8 @@ def main(name, early):
                 lines[g] = {**vals, 40: waited}
             out[title] = lines
     scope.close()
-    json.dump(out, open(os.environ.get("OUT", "/tmp") + f"/w256_trace_{name}.json", "w"))
+    cuda.load = real
+    json.dump(out, open(os.environ.get("OUT", "/tmp") + f"/mlp_trace_{name}{'' if early else '_late'}.json", "w"))
 if __name__ == "__main__":
     if sys.argv[1:] == ["build"]:
         sources()
@@ -203,5 +207,5 @@ if __name__ == "__main__":
                 macros = {**K.tile_macros(256, torch.bfloat16, cfg), "RMS": 0, "DROPOUT": 0, "RESIDUAL": 1, "NORM_BIAS": 1, "BRANCH_BIAS": int(not back or part == "mlp_backward"), "GELU_TANH": 1, "UP_BIAS": 1, "BACKWARD": int(back), **more}
                 print(part, cuda.build(folder / K.source(part), macros, "sm_90a").resources())
     else:
-        for name in [a for a in sys.argv[1:] if a != "late"] or ["gpt2-c256"]:
-            main(name, "late" not in sys.argv)
+        for name in sys.argv[1:] or ["gpt2-c256"]:
+            main(name.partition(":")[0], not name.endswith(":late"))
