@@ -53,6 +53,7 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
       fetch(turn);
     }
   }
+  let_next_start();
 }
 
 struct Inner {  // the inner columns: where gelu'(u) comes from and du goes

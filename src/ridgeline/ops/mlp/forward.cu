@@ -34,6 +34,7 @@ RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down
     if (RESIDUAL) prefetch_rows(residual, rows, tiles.tile);
     for (int chunk = 1; chunk <= chunks; ++chunk) fetch(chunk);
   }
+  let_next_start();
 }
 
 // u = h Wupᵀ + b for 64 columns, under way.

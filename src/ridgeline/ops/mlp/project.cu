@@ -48,6 +48,7 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
         if (part == 0 && reads.a && tiles.round > 0) prefetch_rows(reads.a, rows, tiles.tile);
         if (part == 0 && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
       }
+  let_next_start();
 }
 
 // One tile's products. Apart, the warpgroups take turns: a slot's barrier tells full from empty, not whose turn it is.

@@ -78,7 +78,6 @@ RL_D void begin(Barriers bar) {
 // What the kernel before has written may be read. Weights are on their way by then: it is none that writes them.
 RL_D void begin_reading() {
   wait_for_previous();
-  let_next_start();
 }
 // A tile's rows of a tensor of WIDTH columns into L2: forward tensors come from memory.
 RL_D void prefetch_rows(const u16* x, int rows, int tile) {
