@@ -106,7 +106,9 @@ def main(seconds, checkouts, names):
         for checkout, process in workers.items():
             while (line := process.stdout.readline()).strip() != "ready":
                 if not line:
-                    sys.exit(f"{checkout} ended before it was ready")
+                    print(f"{checkout} ended before it was ready", flush=True)
+                    mine[checkout].clear()
+                    break
         for turn in range(TURNS):
             for name in names:
                 for checkout in list(checkouts) if turn % 2 else list(checkouts)[::-1]:
@@ -117,7 +119,10 @@ def main(seconds, checkouts, names):
                     process = workers[checkout]
                     process.stdin.write(name + "\n")
                     process.stdin.flush()
-                    times[name][checkout].append(float(process.stdout.readline()))
+                    if line := process.stdout.readline():
+                        times[name][checkout].append(float(line))
+                    else:
+                        mine[checkout].clear()
             for name in names:
                 print(
                     f"turn {turn} {name}: " + ", ".join(f"{c} {t[-1]:.4f}" for c, t in times[name].items() if t),
