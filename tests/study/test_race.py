@@ -9,6 +9,7 @@ import torch
 
 from ridgeline import checkpoint
 from ridgeline.data.loader import Validation
+from ridgeline.engine import TrainStep
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError, WorkerError
 from ridgeline.play import GameResult
 from ridgeline.records import from_json, read_record, to_json, write_record
@@ -267,6 +268,30 @@ def test_games_that_were_not_played_are_neither_won_nor_lost():
     assert crossings({"a": path})[0]["open"] == [31]
     path[2].strength["wins"] = 8  # all of the other seventeen would not be enough
     assert (verdict(path[2], wins), reached_at(path, wins)) == (False, 41)
+
+
+def test_a_captured_validation_sees_what_the_clock_does(few_games, tmp_path, monkeypatch):
+    """It is captured at the start, before any step is, and the steps that prepare are taken back behind it."""
+    (contender,) = racers(few_games, SMALL)
+    length = dataclasses.replace(contender.config, minutes=None, steps=12)
+    monkeypatch.setattr(
+        clocked,
+        "make_step",
+        lambda model, config: TrainStep(
+            model, optimizer=config.optimizer, steps=12, precision="bf16", capture=lambda run: run
+        ),
+    )
+    run = clocked._Clocked(length, tmp_path)
+    plain = Evaluation(run.step, Validation(run.data, length.window, batch=length.batch), run.device, capture=False)
+    found = [run.leave(0.0).val_loss]
+    run.prepare(tmp_path / checkpoint_name(0.0))
+    found += [run.evaluation(), plain()]
+    assert len(set(found)) == 1
+    for _ in range(2):
+        run._learn()
+        found.append(run.evaluation())
+        assert found[-1] == plain()
+    assert len(set(found)) == 3
 
 
 @pytest.mark.gpu

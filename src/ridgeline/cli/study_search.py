@@ -60,7 +60,7 @@ class Options:
         trial: training time of a trial; without it an eighth of the budget.
         space: what to choose from, as NAME=VALUE,VALUE or lr=LOW:HIGH; without it around the base.
         least_steps: a candidate that cannot take so many steps in a trial is never trained.
-        eval_windows: held-out windows a validation looks at; 0 for all.
+        eval_windows: held-out windows a validation looks at, spread evenly, the same in every trial; 0 for all.
         storage: SQLAlchemy URL of a database that several machines share; without it a file in the folder.
         seed: of the search; machines that share a storage take different ones.
         device: where to train: cpu, cuda, cuda:N or auto.

@@ -213,8 +213,9 @@ class _Clocked:
         self.step = make_step(self.model, self.config)
         self.resident = _resident(self.batches, self.device)
         self._seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)  # for a step that does not count
-        validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
-        self.evaluation = Evaluation(self.step, validation, self.device, config.eval_windows, capture=False)
+        part, windows = config.batch // config.accumulation, config.eval_windows
+        validation = Validation(self.data, config.window, batch=part, windows=windows)
+        self.evaluation = Evaluation(self.step, validation, self.device)
         self.progress = state.Progress()
         self._looked = 0.0
 
