@@ -228,7 +228,7 @@ def confirmed():
         for curve in json.loads((HOME / "search" / "record.json").read_text())["curves"]
         if curve.get("rows") and "params" in curve["rows"][0]
     )
-    found = min((t for t in trials if t["seconds"]), key=lambda trial: (trial["seconds"], trial["quality"]))
+    found = min((trial for trial in trials if trial["seconds"]), key=lambda trial: trial["crossing"])
     chosen = found["params"]
     steps = round(found["tokens_per_s"] * TRIAL_S / (chosen["batch"] * chosen["context"]))
     kv_heads = "none" if chosen["kv_heads"] == "all" else chosen["kv_heads"]
