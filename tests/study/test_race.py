@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import time
 
 import pytest
@@ -225,10 +226,30 @@ def test_a_folder_of_something_else_is_refused(few_games, tmp_path):
         open_race(ours, tmp_path / "a")
 
 
-def test_damaged_points_are_named(tmp_path):
-    (tmp_path / clocked.POINTS).write_text('{"at": 0.0}\n')
-    with pytest.raises(RidgelineError, match="is damaged"):
+DAMAGED = ("3", "null", '"x"', "[1]", "[[]]", "{}", "{", 200_000 * "[")
+
+
+@pytest.mark.parametrize("line", [*DAMAGED, '{"at": 0.0}', '{"at": "x"}'])
+def test_damaged_points_are_named(tmp_path, line):
+    (tmp_path / clocked.POINTS).write_text(f"{line}\n")
+    with pytest.raises(RidgelineError, match=r"points\.jsonl is damaged \(.*; delete .* and train this contender anew"):
         read_points(tmp_path)
+
+
+@pytest.mark.parametrize("line", [*DAMAGED, {"date": 3}, {"date": "today"}, {"date": "2026-01-01"}, {"card": []}])
+def test_damaged_machines_are_named(tmp_path, line):
+    whole = {"date": "2026-01-01T00:00:00+00:00", "git": None, "card": "CPU", "versions": {}}
+    text = line if isinstance(line, str) else json.dumps({**whole, **line})
+    (tmp_path / clocked.MACHINES).write_text(f"{json.dumps(whole)}\n{text}\n")
+    with pytest.raises(RidgelineError, match=r"machines\.jsonl is damaged \(.*; delete .* and train this contender"):
+        clocked.read_machines(tmp_path)
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_race_is_named(few_games, tmp_path, text):
+    (tmp_path / race.RACE).write_text(text)
+    with pytest.raises(ConfigError, match=r"race\.json is damaged \(.*; choose another --out"):
+        open_race(make_race(few_games, SMALL), tmp_path)
 
 
 def path_of(*wins):
