@@ -74,8 +74,8 @@ def test_norms():
     ]
     record = samples.record("study", "hal-20m", 42, 256, curves=curves)
     text = studied.divergence([study(), record])
-    assert "| `eager` | 3,000 | 0.250 | 21.5 | 3.25 | – | 12 |" in text
-    assert "| `compile` | 3,000 | 0.250 | 21.5 | 3.25 | 7 | 12 |" in text
+    assert "| `eager` | 3,000 | 0.2500 | 21.5 | 3.25 | – | 12 |" in text
+    assert "| `compile` | 3,000 | 0.2500 | 21.5 | 3.25 | 7 | 12 |" in text
     assert list(studied.pictures([record])) == ["divergence"]
     assert studied.divergence([study()]) == studied.MISSING
 
@@ -96,12 +96,12 @@ def test_whole_commands():
 
 def test_a_search():
     trial = {"number": 0, "params": {"layers": 3, "lr": 0.0012345}, "state": "complete", "quality": 1.59,
-             "seconds": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
+             "seconds": None, "crossing": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
     trials = [
         {**trial, "number": 1, "quality": 1.7, "state": "pruned"},
         trial,
         {**trial, "number": 2, "state": "refused", "quality": None},
-        {**trial, "number": 3, "quality": 1.6, "seconds": 0.61},
+        {**trial, "number": 3, "quality": 1.6, "seconds": 0.61, "crossing": 0.6},
     ]
     curves = [
         {"figure": "trials", "name": "trials", "rows": trials},

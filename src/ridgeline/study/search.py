@@ -34,7 +34,7 @@ from ridgeline.study.folder import LOCK, claimed, is_foreign
 from ridgeline.study.space import Range, Space, configure
 from ridgeline.study.storage import opened, requeue, storage_errors, where
 from ridgeline.study.trials import Goal, Trial, best_of, trials_of
-from ridgeline.train.config import TrainConfig
+from ridgeline.train.config import TrainConfig, engine_called
 from ridgeline.train.guards import writing
 from ridgeline.train.settings import to_dict
 
@@ -130,14 +130,15 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with claimed(folder), storage_errors(plan.storage or folder / DATABASE):
+        machine = this_machine(plan.base)
+        possible = _possible(plan, machine)  # before anything is stored: the next attempt is of another space
         study = opened(plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}", plan.plan())
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3)
         requeue(study, folder)
         so_far = study.get_trials(deepcopy=False)
         seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
         study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
-        machine = this_machine(plan.base)
-        possible, chance = _possible(plan, machine), random.Random(seed)
+        chance = random.Random(seed)
         spent = time.monotonic() - began + sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
         refusals = 0
         while refusals < REFUSALS and _time_for_another(plan, trials_of(study), spent):
@@ -222,6 +223,8 @@ class _Attempt:
         self._judged: list[float] = []  # when
         self.path: list[tuple[float, float]] = []
         self.reached: float | None = None
+        self.crossing: float | None = None
+        self._start = None if plan.goal.kind == "loss" else 0.0  # quality before the first step
         self._point: Point | None = None
 
     def run(self, study: optuna.Study) -> Trial:
@@ -273,14 +276,23 @@ class _Attempt:
         if self.plan.goal.kind == "ko":
             shutil.rmtree(place, ignore_errors=True)  # the games of a trial that was cut off are not kept
         for old in read_points(place):  # those of a trial that was cut off, or of the same choices before
-            if old.steps and self._reaches(old, old.val_loss):
+            if self._begins(old):
+                continue
+            if self._reaches(old, old.val_loss):
                 return False
-        task = Task(to_dict(config), str(place), self.plan.grid, torch.get_num_threads())
+        lanes = config.lanes or engine_called(config.engine).lanes  # to measure them would cost every candidate seconds
+        task = Task({**to_dict(config), "lanes": lanes}, str(place), self.plan.grid, torch.get_num_threads())
         with contextlib.closing(train_on_clock(task)) as points:
             for point in points:
-                if point is not None and point.steps and self._judge(point, place):
+                if point is not None and not self._begins(point) and self._judge(point, place):
                     return not self.reached
         return False
+
+    def _begins(self, point: Point) -> bool:
+        """Whether it is the point before the first step, whose loss is noted."""
+        if point.steps == 0 and self.plan.goal.kind == "loss":
+            self._start = point.val_loss
+        return point.steps == 0
 
     def _judge(self, point: Point, place: Path) -> bool:
         """Whether the trial ends at this point."""
@@ -313,21 +325,25 @@ class _Attempt:
         self.path.append((point.seconds, quality))
         if goal.value is None or [goal.short_of(q) <= 0 for _, q in self.path[-2:]] != [True, True]:
             return False
-        self.reached = self.path[-2][0]
+        self.reached, quality = self.path[-2]
+        before, worse = self.path[-3] if len(self.path) > 2 else (0.0, quality if self._start is None else self._start)
+        miss, spare = goal.short_of(worse), -goal.short_of(quality)
+        self.crossing = before + (self.reached - before) * miss / (miss + spare) if miss > 0 else self.reached
         return True
 
     def _value(self) -> float:
         goal, quality = self.plan.goal, self.path[-1][1]
         if goal.value is None:
             return quality if goal.kind == "loss" else -quality
-        if self.reached is not None:
-            return self.reached
+        if self.crossing is not None:
+            return self.crossing
         return self.plan.trial_s * (1 + min(MISSED, max(0.0, goal.short_of(quality))))
 
     def _keep(self) -> None:
         note = self.trial.set_user_attr
         note("path", self.path)
         note("reached", self.reached)
+        note("crossing", self.crossing)
         if self._point is not None and self._point.seconds:
             note("measured", self._point.tokens / self._point.seconds)
 
