@@ -42,7 +42,7 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
     };
     fetch(0);
     for (int chunk = 0; chunk < KEPT_AHEAD; ++chunk) prefetch_kept(chunk);
-    if (tiles.round == 0) begin_reading();
+    if (tiles.round == 0) wait_for_previous();
     fetch_rows(dz, smem, bar, tiles.tile, tiles.round);
     for (int turn = 1; turn <= turns; ++turn) {
       if (!APART || turn % 2) prefetch_kept(KEPT_AHEAD + (turn - 1) * WORKERS / 2);
@@ -140,7 +140,6 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, Barriers b
   begin_turns(ring, DOWN_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + block_row(row_block(me));
-    if (me.thread() == 0) join.touch_rows(row);
     const bool inside = row < join.rows;
     float dh[HALVES][64], da[32], sums[2];
     u32 du[4][4];

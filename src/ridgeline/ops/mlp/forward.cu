@@ -29,7 +29,7 @@ RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down
   };
   for (Tiles tiles(rows); tiles.valid(); tiles.advance()) {
     fetch(0);
-    if (tiles.round == 0) begin_reading();
+    if (tiles.round == 0) wait_for_previous();
     fetch_rows(h, smem, bar, tiles.tile, tiles.round);
     if (RESIDUAL) prefetch_rows(residual, rows, tiles.tile);
     for (int chunk = 1; chunk <= chunks; ++chunk) fetch(chunk);
@@ -108,7 +108,6 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
   begin_turns(ring, UP_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + block_row(row_block(me));
-    if (me.thread() == 0) join.touch_rows(row);
     float z[HALVES][64], u[32];
     u32 a[4][4], slope[4][4];
     begin_sums<BRANCH_BIAS>(z, down_bias, APART || me.group == 0, me);

@@ -94,20 +94,9 @@ RL_D void row_sums(float (&x)[COUNT], u32 area, const Place& me) {
   for (int i = 0; i < COUNT; ++i) x[i] += load_shared(place + ((me.group ^ 1) * COUNT + i) * 256);
 }
 
-// A join's rows are asked for long before they are read or written: a page that no kernel has touched for long costs whoever
-// comes to it first a microsecond or two, and whatever stands behind it.
-RL_D void touch_row(const u16* x, int row, int rows) {
-  if (x && row < rows) touch(x + static_cast<i64>(row) * WIDTH);
-}
-
 // Registers last for all that a join reads of a thread's rows; otherwise for one of them.
 constexpr bool HOLDS = OWN_ROWS * LANE <= 64;
-constexpr int AHEAD_ROWS = HOLDS ? OWN_ROWS : 1, PIECES = AHEAD_ROWS * GROUPS;
-// A lane's eight columns of a row in column group `g`.
-RL_D uint4 load_of_row(const u16* x, int row, int g, int rows, const Place& me) {
-  const u16* source = x + static_cast<i64>(row) * WIDTH + me.column() + 8 * (me.lane % 4) + 32 * g;
-  return row < rows ? load_here(source) : uint4{0, 0, 0, 0};
-}
+constexpr int AHEAD_ROWS = HOLDS ? OWN_ROWS : 1;
 
 // ---- forward: v holds branch + bias. r = residual + dropout(v), rounded; h = norm(r).
 struct JoinForward {
@@ -119,22 +108,16 @@ struct JoinForward {
   int rows;
   Mask mask;
   u32 statistics;  // two areas of `row_sums`
-  RL_D void touch_rows(int row) const {
-    touch_row(residual, row, rows), touch_row(r, row, rows), touch_row(h, row, rows);
-  }
 };
 
-// The residual of this thread's rows, or of its first, loaded while there is something to wait for: at once, or in pieces.
+// The residual of this thread's rows, or of its first, loaded while there is something to wait for.
 struct Residual {
   uint4 row[AHEAD_ROWS][GROUPS];
-  RL_D void load_statistics(const JoinForward&, int) {}
-  RL_D void load_piece(const JoinForward& p, int piece, int first, const Place& me) {
-    const int i = piece / GROUPS, g = piece % GROUPS;
-    if (RESIDUAL) row[i][g] = load_of_row(p.residual, first + 8 * i, g, p.rows, me);
-  }
   RL_D void load(const JoinForward& p, int first, const Place& me) {
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) load_piece(p, piece, first, me);
+    for (int i = 0; i < AHEAD_ROWS * RESIDUAL; ++i)
+      load_row(row[i], p.residual + static_cast<i64>(first + 8 * i) * WIDTH + me.column() + 8 * (me.lane % 4),
+               first + 8 * i < p.rows);
   }
 };
 
@@ -276,34 +259,26 @@ struct JoinBackward {
   i64 stride;
   int rows;
   Mask mask;
-  RL_D void touch_rows(int row) const {
-    touch_row(r, row, rows), touch_row(dresidual, row, rows), touch_row(dr, row, rows), touch_row(dbranch, row, rows);
-    touch(partials);
-  }
 };
 
-// What join_backward reads first, loaded while there is something to wait for: at once, or in pieces.
+// What join_backward reads first, loaded while there is something to wait for.
 struct Ahead {
   float mean[OWN_ROWS], rstd[OWN_ROWS];
   uint4 r[AHEAD_ROWS][GROUPS];         // of this thread's rows, or its first
   uint4 residual[AHEAD_ROWS][GROUPS];  // of its rows, if they are held
-  RL_D void load_statistics(const JoinBackward& p, int row) {
+  RL_D void load(const JoinBackward& p, int row, const Place& me) {
 #pragma unroll
     for (int i = 0; i < OWN_ROWS; ++i) {
       const bool inside = row + 8 * i < p.rows;
       mean[i] = !RMS && inside ? p.mean[row + 8 * i] : 0.f;
       rstd[i] = inside ? p.rstd[row + 8 * i] : 0.f;
     }
-  }
-  RL_D void load_piece(const JoinBackward& p, int piece, int row, const Place& me) {
-    const int i = piece / GROUPS, g = piece % GROUPS;
-    r[i][g] = load_of_row(p.r, row + 8 * i, g, p.rows, me);
-    if (HOLDS && RESIDUAL) residual[i][g] = load_of_row(p.dresidual, row + 8 * i, g, p.rows, me);
-  }
-  RL_D void load(const JoinBackward& p, int row, const Place& me) {
-    load_statistics(p, row);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) load_piece(p, piece, row, me);
+    for (int i = 0; i < AHEAD_ROWS; ++i) {
+      const i64 base = static_cast<i64>(row + 8 * i) * WIDTH + me.column() + 8 * (me.lane % 4);
+      load_row(r[i], p.r + base, row + 8 * i < p.rows);
+      if (HOLDS && RESIDUAL) load_row(residual[i], p.dresidual + base, row + 8 * i < p.rows);
+    }
   }
 };
 

@@ -33,8 +33,7 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
     fetch_weight(k);
     ring.advance();
   }
-  if (reads.a) prefetch_rows(reads.a, rows, blockIdx.x);  // into L2: the kernel before may still write there
-  begin_reading();
+  wait_for_previous();
   ring = Ring(smem + RING, bar);
   for (Tiles tiles(rows); tiles.valid(); tiles.advance())
     for (int part = 0; part < ROW_BLOCKS; ++part)
@@ -43,19 +42,16 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
         if (tiles.round > 0 || part > 0 || k >= early) fetch_weight(k);
         copy_2d(ring.address(), x, 64 * k, row, bar.full(ring.slot));
         ring.advance();
-        if (k != early - 1) continue;  // what can wait comes behind what the free slots wait for
+        if (k > 0) continue;
         for (int later = STAGES; later < APART * blocks; ++later) prefetch_2d(x, 64 * later, row);
-        if (part == 0 && reads.a && tiles.round > 0) prefetch_rows(reads.a, rows, tiles.tile);
+        if (part == 0 && reads.a) prefetch_rows(reads.a, rows, tiles.tile);
         if (part == 0 && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
       }
   let_next_start();
 }
 
 // One tile's products. Apart, the warpgroups take turns: a slot's barrier tells full from empty, not whose turn it is.
-// `under` has PIECES pieces of something else to begin, spread over the first two thirds: more loads at once than are let in
-// would hold up the products.
-template <class Under>
-RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Place& me, Under under) {
+RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Place& me) {
   if (APART) begin_turn(me);
 #pragma unroll 1
   for (int k = 0; k < blocks; ++k) {
@@ -67,9 +63,6 @@ RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Plac
     for (int step = 0; step < 4; ++step)
       wgmma<HELD, 0, BACKWARD>(acc[0], further(a, step * 32), further(b, step * (BACKWARD ? 16 * 128 : 32)), true);
     wgmma_commit();
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece)
-      if (k == piece * blocks / (3 * PIECES / 2)) under(piece);
     if (k > 0) {
       wgmma_wait<1>();
       release(ring, 1, me);
@@ -94,13 +87,9 @@ RL_D void consume(const Join& join, u32 bias, int blocks, u32 smem, Barriers bar
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
     const int row = tiles.tile * TILE_ROWS + (APART ? 64 * me.group : 0) + first_row(me);
     float acc[1][HELD / 2], v[OWN_ROWS][LANE];
-    if (me.thread() == 0) join.touch_rows(row);
-    if (HOLDS) ahead.load_statistics(join, row);
-    else ahead.load(join, row, me);
+    ahead.load(join, row, me);
     begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias + 2 * me.column(), true, me);
-    multiply(acc, blocks, ring, me, [&](int piece) {
-      if (HOLDS) ahead.load_piece(join, piece, row, me);
-    });
+    multiply(acc, blocks, ring, me);
     take_rows(v, acc);
     finish(v, ahead, row, tiles);
   }

@@ -75,10 +75,9 @@ RL_D void begin(Barriers bar) {
   sync_block();
   sync_warp();
 }
-// What the kernel before has written may be read. Weights are on their way by then: it is none that writes them.
-RL_D void begin_reading() {
-  wait_for_previous();
-}
+// Weights are on their way before `wait_for_previous`: it is none that writes them. The next kernel is let in only when all
+// operands have been asked for: once it has been launched, this one's joins take up to twice their time on every processor.
+
 // A tile's rows of a tensor of WIDTH columns into L2: forward tensors come from memory.
 RL_D void prefetch_rows(const u16* x, int rows, int tile) {
   const int first = tile * TILE_ROWS, count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
