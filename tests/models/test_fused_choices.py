@@ -21,12 +21,13 @@ from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import Choices, choose
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
-from ridgeline.ops.mlp import Norm, kernels
+from ridgeline.ops.mlp import Norm, kernels, many
 from ridgeline.ops.mlp.reference import join_of
 from ridgeline.ops.norm.reference import norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = frozenset(("mlp", "out", "qkv"))
+JOINED = frozenset(("out", "down", "up", "qkv"))
 
 
 def join(branch_NC: Tensor, j: kernels.Join) -> None:
@@ -96,6 +97,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Config())
     monkeypatch.setattr(kernels, "project_forward_raw", lambda x, w, j: join(x @ w.t(), j))
     monkeypatch.setattr(kernels, "project_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
+    monkeypatch.setattr(many, "blocks", lambda *_: 2)
+    monkeypatch.setattr(many, "project_many_forward_raw", lambda x, w, j: join(x @ w.t(), j))
+    monkeypatch.setattr(many, "project_many_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
     shape = kernels.kept_shape
     monkeypatch.setattr(kernels, "hidden", lambda h, F: (h.new_empty(shape(len(h), F)), h.new_empty(len(h), F)))
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
@@ -113,6 +117,12 @@ def test_every_choice_is_wired_to_the_same_function(
     played: Callable[[Choices], None], name: str, rows: frozenset[str], grouped: bool
 ) -> None:
     played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
+    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
+
+
+@pytest.mark.parametrize("name", ["learned, tanh", "one key/value head, RMSNorm, no biases"])
+def test_joined_products_are_wired_to_the_same_function(played: Callable[[Choices], None], name: str) -> None:
+    played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
     equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 

@@ -35,6 +35,8 @@ class Choices:
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
+        joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
+            "qkv".
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
             "cuda" (in fp32, by the tensor cores in fp64).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
@@ -49,6 +51,7 @@ class Choices:
     out: str = "torch"
     folded: bool = False
     rows: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
     rest: str = "torch"
     grouped: bool = False
     sums_at_once: bool = False
