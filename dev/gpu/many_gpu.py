@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import fused_gpu
 import torch
@@ -28,7 +27,7 @@ from ridgeline.models import LanguageConfig, LanguageModel
 from ridgeline.models.fused import stack
 from ridgeline.models.fused.choices import choose
 from ridgeline.ops.early import early_launches
-from ridgeline.ops.linear import products, reduce, wgrad
+from ridgeline.ops.linear import products, wgrad
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.linear.wgrad import Gradient, weight_gradients_raw
 from ridgeline.ops.mlp import many
@@ -48,7 +47,7 @@ VARIANTS = {  # name: (weight gradients side by side, products that take their j
 BEFORE = functools.lru_cache(maxsize=64)(
     lambda *a: _plan(lambda places, chunks, workers: wgrad._in_a_row(places, chunks, workers) if places else [], *a)
 )
-PIECES, AFTER, SUMS = wgrad._pieces, wgrad.launch_plan, reduce.SOURCE
+PIECES, AFTER = wgrad._pieces, wgrad.launch_plan
 
 
 def _plan(pieces, *arguments):
@@ -218,10 +217,10 @@ def gradients(label, shapes, biases):
     ]
     many_sums, few_sums = also(1056), also(132)
 
-    def run(plan, more, sums=reduce.SOURCE):
-        wgrad.launch_plan, reduce.SOURCE = plan, sums
+    def run(plan, more):
+        wgrad.launch_plan = plan
         weight_gradients_raw(made, also=more)
-        wgrad.launch_plan, reduce.SOURCE = AFTER, SUMS
+        wgrad.launch_plan = AFTER
 
     for plan in (BEFORE, AFTER):
         for g in made:
@@ -249,17 +248,6 @@ def gradients(label, shapes, biases):
     )
     print(f"{label}: right, us " + ", ".join(f"{key} {value:.1f}" for key, value in us.items()), flush=True)
     return us
-
-
-@functools.cache
-def one_by_one():
-    """The sums' kernel with one load under way at a time."""
-    folder = Path(OUT) / "one_by_one"
-    folder.mkdir(exist_ok=True)
-    for name in ("reduce.cu", "squares.cuh"):
-        text = (SUMS.parent / name).read_text()
-        (folder / name).write_text(text.replace("AHEAD = 16", "AHEAD = 1"))
-    return folder / "reduce.cu"
 
 
 def cublas(made):

@@ -9,7 +9,6 @@
 using namespace rl;
 
 constexpr int THREADS = 256, WARPS = THREADS / 32, MANY = 24;  // shares from which warps split them
-constexpr int AHEAD = 16;                                        // loads under way in a thread that adds many
 
 struct Job {
   const float* src;
@@ -67,16 +66,8 @@ RL_D float many(const Job& job, int block, int blocks, float (&sums)[WARPS][32],
     const int row = piece / width, column = piece % width * 32 + lane;
     const float* src = job.src + static_cast<i64>(row) * job.src_row + column;
     float total = 0.f;
-    for (int first = warp; first < job.shares && column < job.columns; first += AHEAD * WARPS) {
-      float ahead[AHEAD];
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int s = first + i * WARPS;
-        ahead[i] = s < job.shares ? src[s * job.share_step] : 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < AHEAD; ++i) total += ahead[i];
-    }
+    if (column < job.columns)
+      for (int s = warp; s < job.shares; s += WARPS) total += src[s * job.share_step];
     sums[warp][lane] = total;
     __syncthreads();
     if (warp == 0 && column < job.columns) {
