@@ -23,6 +23,7 @@ constexpr int A_BYTES = 2 * PANEL_BYTES, SLOT_BYTES = A_BYTES + ROWS_BYTES;
 constexpr int HELD = STAGES * SLOT_BYTES, VECTORS = HELD + 2 * ROWS_BYTES, VECTOR_BYTES = WIDTH * 2;
 constexpr int BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 constexpr int KINDS = 1 + NORM_BIAS;  // of column sums
+constexpr int PREFETCHED = 8;         // chunks of the next tile that come into L2 under a tile's join
 static_assert(HELD % 1024 == 0, "panels begin at multiples of 1024 bytes");
 
 struct Place {
@@ -35,6 +36,7 @@ struct Tiles {
   RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 256)), rank(static_cast<int>(rank)) {}
   RL_D bool valid() const { return pair < pairs; }
   RL_D int row() const { return 256 * pair + 128 * rank; }
+  RL_D int next_row() const { return row() + 128 * static_cast<int>(gridDim.x); }
   RL_D void advance() { pair += gridDim.x / 2, ++round; }
 };
 
@@ -112,6 +114,8 @@ RL_D void produce(const Maps& maps, int rows, int chunks, u32 smem, Barriers bar
       ring.begin(BACKWARD ? ROWS_BYTES : 0);
       if (BACKWARD) copy_rows(ring.address(), maps.beside, tiles.row() + 64 * group, bar.full(ring.slot));
     }
+    for (int box = 2; box < 2 * (chunks < PREFETCHED ? chunks : PREFETCHED) && tiles.next_row() < rows; ++box)
+      prefetch_2d(maps.x, 64 * (box / 2), tiles.next_row() + 64 * (box % 2));
   }
 }
 
