@@ -18,7 +18,7 @@ from models.test_fused import (
     errs_at_most_one_and_a_half_times_as_pytorch,
 )
 from ridgeline.models.fused import gradients, stack
-from ridgeline.models.fused.choices import Choices, choose
+from ridgeline.models.fused.choices import JOINED, Choices, choose
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
 from ridgeline.ops.mlp import Norm, kernels, many
@@ -27,7 +27,6 @@ from ridgeline.ops.norm.reference import norm_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS = frozenset(("mlp", "out", "qkv"))
-JOINED = frozenset(("out", "down", "up", "qkv"))
 
 
 def join(branch_NC: Tensor, j: kernels.Join) -> None:
@@ -221,3 +220,4 @@ def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
     config = DecoderConfig(layers=6, width=256, heads=8)
     chosen = choose.__wrapped__(config, torch.device("cuda"), torch.bfloat16, B, 256)
     assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)
+    assert chosen.joined == (JOINED if B > 256 else frozenset())

@@ -12,10 +12,12 @@ from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
+from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
 WAVE_TOKENS = 8448  # rows up to which the row-fused kernels have one tile a multiprocessor; with two they lose 16 %
 MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
+JOINED = frozenset(("out", "down", "up", "qkv"))
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         out=out,
         folded=out == "residual" and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
+        joined=JOINED if many and config.width == JOINED_WIDTH and not config.dropout else frozenset(),
         rest="cuda" if doubles else "torch",
         grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.mlp.kernels import Join, JoinGradient
+from ridgeline.ops.scope import product_scope
 
 SOURCE = Path(__file__).parent / "project_many.cu"
 WIDTH = 256
@@ -40,9 +41,9 @@ def macros(
     }
 
 
-def _launch(name: str, defines: dict[str, int], like_NC: Tensor, arguments: tuple[cuda.Argument, ...]) -> None:
+def _launch(name: str, defines: dict[str, int], x_NK: Tensor, arguments: tuple[cuda.Argument, ...]) -> None:
     kernel = cuda.load(SOURCE, defines).kernel(name, KINDS[name], patient=True)
-    kernel.launch((blocks(len(like_NC), like_NC.device),), THREADS, SMEM, arguments)
+    kernel.launch((blocks(len(x_NK), x_NK.device),), THREADS, SMEM, arguments)
 
 
 def _maps(x_NK: Tensor, weight: Tensor, held_NC: Tensor) -> tuple[bytes, ...]:
@@ -71,7 +72,8 @@ def project_many_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join) -> Non
         join.weight_C, join.bias_C, join.branch_bias_C, join.mean_N, join.rstd_N, join.eps, len(x_NK),
         -(-x_NK.shape[1] // 64),
     )  # fmt: skip
-    _launch("project_many_forward", defines, x_NK, arguments)
+    with product_scope("forward", len(x_NK), x_NK.shape[1], WIDTH):
+        _launch("project_many_forward", defines, x_NK, arguments)
 
 
 def project_many_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient) -> None:
@@ -93,4 +95,5 @@ def project_many_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradie
         cuda.tensor_map(join.dr_NC, (16, 64)), join.weight_C, join.mean_N, join.rstd_N, join.partials_PW,
         join.partials_PW.stride(0), len(dy_NK), -(-dy_NK.shape[1] // 64),
     )  # fmt: skip
-    _launch("project_many_backward", defines, dy_NK, arguments)
+    with product_scope("input_gradient", len(dy_NK), WIDTH, dy_NK.shape[1]):
+        _launch("project_many_backward", defines, dy_NK, arguments)
