@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ridgeline.bench.explain_view import amount
-from ridgeline.bench.ratios import over_pytorch
+from ridgeline.bench.ratios import deciding
 from ridgeline.records import Record, WorkloadInfo
 from ridgeline.report.draw import Line, lines
 from ridgeline.report.sections import Section, timed
@@ -70,8 +70,8 @@ KINDS = (
 
 @dataclass
 class Sweep:
-    """Benchmarks of one model, card and precision; `members` maps a value to the index of its newest record, of those
-    that timed PyTorch beside `best` where there are any."""
+    """Benchmarks of one model, card and precision; `members` maps a value to the index of the record that
+    decides how `best` stands against PyTorch there, where there is none of the newest."""
 
     kind: Kind
     title: str
@@ -81,7 +81,8 @@ class Sweep:
 def sweeps(records: Sequence[Record]) -> list[Sweep]:
     """Every sweep in which a contender was timed at two values or more, contexts first."""
     found: dict[tuple[object, ...], Sweep] = {}
-    order = sorted(range(len(records)), key=lambda i: (over_pytorch(records[i]) is not None, records[i].date))
+    decided = {id(record) for record in deciding(records)}
+    order = sorted(range(len(records)), key=lambda i: (id(records[i]) in decided, records[i].date))
     for kind in KINDS:
         for index in order:
             record, info = records[index], records[index].workload
@@ -92,10 +93,10 @@ def sweeps(records: Sequence[Record]) -> list[Sweep]:
             sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}{cards}"))
             sweep.members[kind.value(record, info)] = index
     whole = [replace(sweep, members=dict(sorted(sweep.members.items()))) for sweep in found.values()]
-    return [sweep for sweep in whole if _swept(sweep, records)]
+    return [sweep for sweep in whole if swept(sweep, records)]
 
 
-def _swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
+def swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     """The contenders that were timed at two values or more: the others are no sweep, and stand with their record."""
     times = Counter(result.name for index in sweep.members.values() for result in timed(records[index]))
     return [name for name, count in times.items() if count > 1]
@@ -106,7 +107,7 @@ def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Secti
     values = sorted(sweep.members)
     by_value = {value: {r.name: r for r in timed(records[sweep.members[value]])} for value in values}
     drawn, rows = [], []
-    for name in _swept(sweep, records):
+    for name in swept(sweep, records):
         here = {value: results[name] for value, results in by_value.items() if name in results}
         speeds = {value: (result.tokens_per_s or 0.0) / 1e6 for value, result in here.items()}
         half = {value: (result.spread or 0.0) / 2 for value, result in here.items()}
