@@ -30,13 +30,14 @@ struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
   u32 rank;               // in the cluster
 };
-// The pairs of tiles that a cluster works on; `row`: the first of this block's tile.
+// The pairs of tiles that a cluster works on; `row`: the first of this block's tile. The last rows come first: the kernel
+// before, which goes the other way, has left them in L2, as this one leaves the first rows to the one behind it.
 struct Tiles {
   int pair, pairs, rank, round = 0;
   RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 256)), rank(static_cast<int>(rank)) {}
   RL_D bool valid() const { return pair < pairs; }
-  RL_D int row() const { return 256 * pair + 128 * rank; }
-  RL_D int next_row() const { return row() + 128 * static_cast<int>(gridDim.x); }
+  RL_D int row() const { return 256 * (pairs - 1 - pair) + 128 * rank; }
+  RL_D int next_row() const { return row() - 128 * static_cast<int>(gridDim.x); }
   RL_D void advance() { pair += gridDim.x / 2, ++round; }
 };
 
@@ -114,7 +115,7 @@ RL_D void produce(const Maps& maps, int rows, int chunks, u32 smem, Barriers bar
       ring.begin(BACKWARD ? ROWS_BYTES : 0);
       if (BACKWARD) copy_rows(ring.address(), maps.beside, tiles.row() + 64 * group, bar.full(ring.slot));
     }
-    for (int box = 2; box < 2 * (chunks < PREFETCHED ? chunks : PREFETCHED) && tiles.next_row() < rows; ++box)
+    for (int box = 2; box < 2 * (chunks < PREFETCHED ? chunks : PREFETCHED) && tiles.next_row() >= 0; ++box)
       prefetch_2d(maps.x, 64 * (box / 2), tiles.next_row() + 64 * (box % 2));
   }
 }
