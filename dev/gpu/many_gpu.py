@@ -4,7 +4,7 @@ PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|
 
 kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart; weight
           gradients of a layer divided as before (one tile after the other) and side by side
-check     two blocks of each variant against fp64 (fused_gpu)
+check     two blocks with joined products against fp64 (fused_gpu)
 blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
 """
 
@@ -289,14 +289,14 @@ def chosen(early, changes):
         yield
 
 
-def lend():
-    """fused_gpu's trials take the variants here."""
-    fused_gpu.variants = lambda name: {key: (False, {"name": key}) for key in VARIANTS}
+def lend(keys):
+    """fused_gpu's trials take these variants."""
+    fused_gpu.variants = lambda name: {key: (False, {"name": key}) for key in keys}
     fused_gpu.chosen = chosen
 
 
 def check(names):
-    lend()
+    lend(["joined"])
     out = {}
     for name in names:
         if time.time() < END - 5:
@@ -306,7 +306,7 @@ def check(names):
 
 
 def blocks(names):
-    lend()
+    lend(VARIANTS)
     out = {}
     for name in names:
         if time.time() < END - 6:
@@ -316,7 +316,7 @@ def blocks(names):
 
 
 def steps(names):
-    """Whole steps in turns, and after them the largest difference of their losses."""
+    """Whole steps in turns, and their losses after as many of them."""
     out = {}
     for name in names:
         if time.time() > END - 6:
@@ -339,7 +339,8 @@ def steps(names):
         us = turns(made, 4, 6 if large else 50)
         out[name] = {key: value / 1000 for key, value in us.items()}
         print(name, "ms a step", {key: round(value, 3) for key, value in out[name].items()}, flush=True)
-        print("   losses", {key: str(run())[:60] for key, run in made.items()}, flush=True)
+        losses = {key: run.func.metrics()[-1].loss for key, run in made.items()}
+        print("   loss after as many steps", {key: round(float(x), 5) for key, x in losses.items()}, flush=True)
         keep("steps", out)
         made.clear()
         torch.cuda.empty_cache()
@@ -351,7 +352,19 @@ def keep(name, out):
         json.dump(out, file)
 
 
-TRIALS = {"kernels": kernels, "check": check, "blocks": blocks, "steps": steps}
+def compile_only(names):
+    """Fills the cache; no card is asked."""
+    for rms in (False, True):
+        for back in (False, True):
+            many.cuda.build(
+                many.SOURCE,
+                many.macros(
+                    torch.bfloat16, backward=back, rms=rms, norm_bias=not rms, branch_bias=not rms and not back
+                ),
+            )
+
+
+TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps}
 
 
 def main():
