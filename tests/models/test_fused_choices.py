@@ -196,6 +196,18 @@ def test_every_choice_on_the_card(
     errs_at_most_one_and_a_half_times_as_pytorch(model)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256"])
+def test_joined_products_on_the_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    model = decoder(WIDE[name], layers=2).cuda()
+    chosen = choose(model.config, DEVICE, torch.bfloat16, 257, 256)
+    assert chosen.joined == JOINED
+    monkeypatch.setattr(stack, "choose", lambda *_: chosen)
+    errs_at_most_one_and_a_half_times_as_pytorch(model)
+
+
 @pytest.mark.parametrize(
     ("B", "rows", "grouped"),
     [

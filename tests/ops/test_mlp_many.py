@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.mlp import many
+from ridgeline.ops.mlp.kernels import Join, JoinGradient
 
 EPS = 1e-5
 POINTERS = {
@@ -112,3 +113,31 @@ def test_compiles_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             (resources,) = cubin.resources().values()
             assert resources.spill_loads <= 4
             assert "C75" not in cubin.log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "K", "rms"), [(70000, 1024, False), (1000, 320, True)])
+def test_both_on_the_card(N: int, K: int, rms: bool) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(N)
+    normal = lambda *shape, scale=1.0: (torch.randn(*shape, device="cuda") * scale).bfloat16()  # noqa: E731
+    nan = lambda *shape: torch.full(shape, float("nan"), device="cuda")  # noqa: E731
+    kind, kinds = ("rmsnorm", 1) if rms else ("layernorm", 2)
+    x, weight, residual, scale = normal(N, K), normal(256, K, scale=K**-0.5), normal(N, 256), normal(256) + 1
+    shift, bias = (None, None) if rms else (normal(256), normal(256))
+    r, h, mean, rstd = nan(N, 256).bfloat16(), nan(N, 256).bfloat16(), None if rms else nan(N), nan(N)
+    join = Join(kind, EPS, scale, shift, bias, residual, r, h, mean, rstd, None)  # type: ignore[arg-type]
+    many.project_many_forward_raw(x, weight, join)
+    close("r", r, x.double() @ weight.double().t() + residual.double() + (0 if bias is None else bias.double()))
+    close("h", h, normed(r.double(), scale.double(), None if shift is None else shift.double(), rms))
+    dr, partials = nan(N, 256).bfloat16(), nan(many.blocks(N, r.device), kinds * 256)
+    gradient = JoinGradient(kind, scale, r, mean, rstd, residual, dr, None, partials, not rms, False, None)  # type: ignore[arg-type]
+    down = normal(K, 256, scale=K**-0.5)
+    many.project_many_backward_raw(x, down, gradient)
+    leaves = [t.double().requires_grad_() for t in (r, scale, torch.zeros_like(scale))]
+    h = normed(leaves[0], leaves[1], leaves[2], rms) + (leaves[2] if rms else 0)
+    expected, *small = torch.autograd.grad(h, leaves, x.double() @ down.double())
+    close("dr", dr, expected + residual.double())
+    for name, got, wanted in zip(("dscale", "dshift"), partials.double().sum(0).split(256), small, strict=False):
+        close(name, got, wanted)
