@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import fused_gpu
 import torch
@@ -47,7 +48,10 @@ VARIANTS = {  # name: (weight gradients side by side, products that take their j
 BEFORE = functools.lru_cache(maxsize=64)(
     lambda *a: _plan(lambda places, chunks, workers: wgrad._in_a_row(places, chunks, workers) if places else [], *a)
 )
-PIECES, AFTER = wgrad._pieces, wgrad.launch_plan
+PIECES, AFTER, SOURCE = wgrad._pieces, wgrad.launch_plan, wgrad.SOURCE
+# The kernel of weight gradients as it was, if its folder lies there.
+BEFORE_SOURCE = Path(".carry/b512_before/wgrad_sm90.cu").resolve()
+BEFORE_SOURCE = BEFORE_SOURCE if BEFORE_SOURCE.is_file() else SOURCE
 
 
 def _plan(pieces, *arguments):
@@ -62,12 +66,12 @@ def _plan(pieces, *arguments):
 def variant(name):
     """Stacks and steps that are made meanwhile."""
     beside, joined = VARIANTS[name]
-    wgrad.launch_plan = AFTER if beside else BEFORE
+    wgrad.launch_plan, wgrad.SOURCE = (AFTER, SOURCE) if beside else (BEFORE, BEFORE_SOURCE)
     stack.choose = lambda *a: dataclasses.replace(choose(*a), joined=joined)
     try:
         yield
     finally:
-        wgrad.launch_plan, stack.choose = AFTER, choose
+        wgrad.launch_plan, wgrad.SOURCE, stack.choose = AFTER, SOURCE, choose
 
 
 def turns(functions, rounds=4, repeats=8):
@@ -217,10 +221,10 @@ def gradients(label, shapes, biases):
     ]
     many_sums, few_sums = also(1056), also(132)
 
-    def run(plan, more):
-        wgrad.launch_plan = plan
+    def run(plan, more, source=SOURCE):
+        wgrad.launch_plan, wgrad.SOURCE = plan, source
         weight_gradients_raw(made, also=more)
-        wgrad.launch_plan = AFTER
+        wgrad.launch_plan, wgrad.SOURCE = AFTER, SOURCE
 
     for plan in (BEFORE, AFTER):
         for g in made:
@@ -240,7 +244,7 @@ def gradients(label, shapes, biases):
             return None
     us = turns(
         {
-            "in a row": lambda: run(BEFORE, many_sums),
+            "main": lambda: run(BEFORE, many_sums, BEFORE_SOURCE), "in a row": lambda: run(BEFORE, many_sums),
             "side by side": lambda: run(AFTER, many_sums),
             "side by side, few sums": lambda: run(AFTER, few_sums),
             "cuBLAS": lambda: cublas(made),

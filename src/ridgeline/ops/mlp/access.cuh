@@ -7,6 +7,7 @@ namespace rl {
 
 RL_D float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
 RL_D void sync_warp() { __syncwarp(); }
+RL_D int warp_uniform(int value) { return __shfl_sync(FULL, value, 0); }
 RL_D void sync_block() { __syncthreads(); }
 RL_D uint4 load_stream(const uint4* pointer) { return __ldcs(pointer); }  // read once
 // A load that stays where it is written, among products and stores.

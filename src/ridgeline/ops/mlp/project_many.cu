@@ -143,13 +143,12 @@ RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, u32 vectors, Ring& ring,
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ring.wait();
-    const u32 a = ring.address() + me.group * PANEL_BYTES, b = ring.address() + A_BYTES;
+    const u64 a = operand_k_major(ring.address() + me.group * PANEL_BYTES);
+    const u64 b = BACKWARD ? operand_mn_major(ring.address() + A_BYTES, PANEL_BYTES) : operand_k_major(ring.address() + A_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const u64 weight = BACKWARD ? operand_mn_major(b + step * 16 * 128, PANEL_BYTES) : operand_k_major(b + step * 32);
-      wgmma<WIDTH, 0, BACKWARD>(acc, operand_k_major(a + step * 32), weight, true);
-    }
+    for (int step = 0; step < 4; ++step)  // an operand's address is in units of 16 bytes
+      wgmma<WIDTH, 0, BACKWARD>(acc, a + step * 2, b + step * (BACKWARD ? 128 : 2), true);
     wgmma_commit();
     if (chunk > 0) {
       wgmma_wait<1>();
@@ -399,7 +398,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   const u32 smem = dynamic_smem(), vectors = smem + VECTORS;
   const Barriers bar{smem + BARRIERS};
   const int thread = threadIdx.x;
-  const Place me{thread / 128 - 1, thread / 32 % 4, thread % 32, cluster_rank()};
+  // The same for a whole warp, as the compiler has to know: operands' descriptors are made of it.
+  const Place me{warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32, cluster_rank()};
   if (thread == 0) {
     prefetch_map(&x), prefetch_map(&w), prefetch_map(&held);
     bar.init();
