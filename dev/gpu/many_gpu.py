@@ -1,6 +1,6 @@
 """Many rows at width 256 on a card: products with their joins, and weight gradients, against what they replace.
 
-PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|blocks|steps … [gpt2-c256-512 fast-c256-512]
+PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|steps|blocks|rows … [gpt2-c256-512 fast-c256-512]
 
 kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart; weight
           gradients of a layer divided as before (one tile after the other) and side by side
@@ -39,11 +39,11 @@ OUT = os.environ.get("OUT", "/tmp")
 END = time.time() + 3600
 N, EPS = 131072, 1e-5
 PRODUCTS = frozenset(("out", "down", "up", "qkv"))
-VARIANTS = {  # name: (weight gradients side by side, products that take their join)
-    "main": (False, frozenset()),
-    "side by side": (True, frozenset()),
-    "joined": (True, PRODUCTS),
-    "joined backward": (True, frozenset(("up", "qkv"))),
+VARIANTS = {  # name: (weight gradients side by side, changes to the choices)
+    "main": (False, {"joined": frozenset()}),
+    "side by side": (True, {"joined": frozenset()}),
+    "joined": (True, {"joined": PRODUCTS}),
+    "mlp rows": (True, {"joined": frozenset(("out", "qkv")), "rows": frozenset(("mlp",))}),
 }
 BEFORE = functools.lru_cache(maxsize=64)(
     lambda *a: _plan(lambda places, chunks, workers: wgrad._in_a_row(places, chunks, workers) if places else [], *a)
@@ -65,9 +65,9 @@ def _plan(pieces, *arguments):
 @contextlib.contextmanager
 def variant(name):
     """Stacks and steps that are made meanwhile."""
-    beside, joined = VARIANTS[name]
+    beside, changes = VARIANTS[name]
     wgrad.launch_plan, wgrad.SOURCE = (AFTER, SOURCE) if beside else (BEFORE, BEFORE_SOURCE)
-    stack.choose = lambda *a: dataclasses.replace(choose(*a), joined=joined)
+    stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
     try:
         yield
     finally:
@@ -309,14 +309,19 @@ def check(names):
             torch.cuda.empty_cache()
 
 
-def blocks(names):
-    lend(VARIANTS)
+def blocks(names, keys=("main", "side by side", "joined"), title="blocks"):
+    lend(keys)
     out = {}
     for name in names:
         if time.time() < END - 6:
             out[name] = fused_gpu.block(name)
-            keep("blocks", out)
+            keep(title, out)
             torch.cuda.empty_cache()
+
+
+def rows(names):
+    """Last: kernels of the MLP's whole rows are not of this script."""
+    blocks(names, ("joined", "mlp rows"), "rows")
 
 
 def steps(names):
@@ -330,7 +335,7 @@ def steps(names):
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         made = {}
         large = B * T > 65536
-        for key in ("main", "side by side", "joined")[: 2 + large]:
+        for key in list(VARIANTS)[: 3 if large else 2]:
             if time.time() > END - 8:
                 break
             m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
@@ -368,7 +373,7 @@ def compile_only(names):
             )
 
 
-TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps}
+TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps, "rows": rows}
 
 
 def main():
