@@ -95,7 +95,7 @@ def test_refusals_say_what_was_expected() -> None:
         mlp_half(r, norm, mlp._replace(up_FC=torch.ones(F, C).bfloat16()), norm)
     with pytest.raises(UnsupportedError, match="both norms must be alike"):
         mlp_half(r, norm, mlp, norm._replace(eps=1e-3))
-    with pytest.raises(UnsupportedError, match="residual_NC must have 8 rows, got 4"):
+    with pytest.raises(UnsupportedError, match=r"residual_NC must have shape \(8, 128\), got \(4, 128\)"):
         project_join(r, torch.ones(C, C), None, torch.ones(4, C), norm)
     with pytest.raises(UnsupportedError, match="multiple of the masks' T=3, got 8"):
         project_join(r, torch.ones(C, C), None, r, norm, masks=masks_of(0.2, 3))

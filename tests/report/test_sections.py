@@ -10,6 +10,7 @@ import pytest
 from report import samples
 from ridgeline.errors import ConfigError
 from ridgeline.report.draw import Bar, Gain, ladder
+from ridgeline.report.draw import bars as bar_chart
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, overview_section, rungs_of, timed
@@ -134,6 +135,10 @@ def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
     assert sweeps([*samples.sweep()[:1], *samples.sweep()[:1]]) == []
     folded = [chapter.title for chapter in chapters(records) if chapter.folded]
     assert len(folded) == 5
+    place = sweep.members[256]
+    rung = samples.result("m3", 2.4, 32, 256)
+    records[place] = replace(records[place], contenders=[*records[place].contenders, rung])
+    assert [c.title for c in chapters(records) if c.folded] == [t for t in folded if "32 × 256" not in t]  # it climbs
 
 
 def test_sweeps_over_batch_and_cards():
@@ -148,6 +153,9 @@ def test_sweeps_over_batch_and_cards():
     assert list(table_of(sweep_section(kinds["batch"], [base, larger, two], 0))) == [c.name for c in timed(base)]
     again = replace(base, date="2026-12-24T00:00:00+00:00")
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
+    fewer = replace(again, contenders=again.contenders[:2])
+    (filled,) = sweeps([fewer, base, larger])
+    assert table_of(sweep_section(filled, [fewer, base, larger], 0))["eager"][0] == "1.84 M"  # of the run before it
     alone = replace(again, contenders=again.contenders[:1])
     assert sweeps([alone, base, larger])[0].members == {512: 1, 1024: 2}  # that has PyTorch beside `best`
     assert [sweep.kind.name for sweep in sweeps([base, replace(two, date=again.date)])] == []  # not of one run
@@ -323,3 +331,31 @@ def test_lines_without_a_name_are_drawn_without_a_legend():
 
     figure = lines([Line(label="", x=[0, 1], y=[2, 1])], "step", "loss")(LIGHT, False)
     assert not figure.legends
+
+
+def test_names_are_no_formulas_and_marks_are_plain_numbers():
+    odd = r"$\frac$ <b>&"
+    bench, explained = samples.smaller(), samples.explained()
+    named = [replace(c, name=c.name + odd, phases_ms={odd: 1.0}) for c in bench.contenders]
+    ops = [replace(op, name=op.name + odd) for op in explained.ops]
+    page = build_page([replace(bench, contenders=named), replace(explained, ops=ops)])
+    assert page.count("best$\\frac$ &lt;b&gt;&amp;") > 2  # in the table and in both drawings
+    assert odd not in page
+    assert "mathdefault" not in page
+    section = roofline_section(explained, 0)
+    assert section is not None
+    axes = section.chart(LIGHT, False).axes[0]
+    assert axes.xaxis.get_major_formatter()(1000.0, 0) == "1000"
+    assert axes.xaxis.get_minor_formatter()(20.0, 0) == ""  # there is a power of ten to be told by
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_whisker_of_a_busy_host_leaves_room_for_names(narrow):
+    bars = [
+        Bar(label=name, value=v, role="rung", text="1", spread=v * 40) for name, v in (("compile+graph", 3), ("m0", 1))
+    ]
+    figure = bar_chart(bars, "tokens/s")(LIGHT, narrow)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
+    assert max(text.get_window_extent().x1 for text in axes.texts) <= figure.bbox.x1

@@ -268,7 +268,7 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "singles": singles,
     "windows": windows,
     "engines": lambda records: _shown(engines.engines(newest(records), records)),
-    "contexts": lambda records: _shown(engines.contexts(newest(records), records)),
+    "contexts": lambda records: _shown(engines.contexts(records)),
     "scaling": scaling,
     "long-windows": studied.long_windows,
 }

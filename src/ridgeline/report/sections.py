@@ -185,7 +185,7 @@ def _speed(record: Record, index: int) -> Section:
     table = contender_table(record)
     notes = swallowed(table)
     chart = bars(_bars(record), "million tokens/s")
-    lead = "Whole training steps, contenders taking turns; whiskers are the 10th to 90th percentile."
+    lead = "Whole training steps, contenders taking turns; a whisker is as long as their middle 80 %."
     if steps:
         chart = ladder(_bars(record), steps, "million tokens/s", f"article ({articles.LADDER_CARD})")
         lead += " The second panel: what each rung gains over the one before it, here and as published."
