@@ -1,6 +1,6 @@
 """Many rows at width 256 on a card: products with their joins, and weight gradients, against what they replace.
 
-PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|steps|blocks|rows … [gpt2-c256-512 fast-c256-512]
+PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|steps|blocks … [gpt2-c256-512 fast-c256-512]
 
 kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart; weight
           gradients of a layer divided as before (one tile after the other) and side by side
@@ -43,7 +43,6 @@ VARIANTS = {  # name: (weight gradients side by side, changes to the choices)
     "main": (False, {"joined": frozenset()}),
     "side by side": (True, {"joined": frozenset()}),
     "joined": (True, {"joined": PRODUCTS}),
-    "mlp rows": (True, {"joined": frozenset(("out", "qkv")), "rows": frozenset(("mlp",))}),
 }
 BEFORE = functools.lru_cache(maxsize=64)(
     lambda *a: _plan(lambda places, chunks, workers: wgrad._in_a_row(places, chunks, workers) if places else [], *a)
@@ -239,9 +238,11 @@ def gradients(label, shapes, biases):
             errors.append(relative(g.dweight_MK, truth))
             if biases:
                 errors.append(relative(g.dbias_M, g.dy_NM.double().sum(0)))
-        if not (max(errors) < 2e-5 and same):
+        # wgmma rounds towards zero: half of 4.5e-8 a step of 16 rows that a share has, 2,000 of them at most.
+        if not (max(errors) < 5e-5 and same):
             print(f"{label}: WRONG {max(errors):.3g}, same bits {same}", flush=True)
             return None
+    print(f"{label}: error {max(errors):.2g}", flush=True)
     us = turns(
         {
             "main": lambda: run(BEFORE, many_sums, BEFORE_SOURCE), "in a row": lambda: run(BEFORE, many_sums),
@@ -309,19 +310,14 @@ def check(names):
             torch.cuda.empty_cache()
 
 
-def blocks(names, keys=("main", "side by side", "joined"), title="blocks"):
-    lend(keys)
+def blocks(names):
+    lend(VARIANTS)
     out = {}
     for name in names:
         if time.time() < END - 6:
             out[name] = fused_gpu.block(name)
-            keep(title, out)
+            keep("blocks", out)
             torch.cuda.empty_cache()
-
-
-def rows(names):
-    """Last: kernels of the MLP's whole rows are not of this script."""
-    blocks(names, ("joined", "mlp rows"), "rows")
 
 
 def steps(names):
@@ -335,7 +331,7 @@ def steps(names):
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         made = {}
         large = B * T > 65536
-        for key in list(VARIANTS)[: 3 if large else 2]:
+        for key in list(VARIANTS)[: 2 + large]:
             if time.time() > END - 8:
                 break
             m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
@@ -373,7 +369,7 @@ def compile_only(names):
             )
 
 
-TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps, "rows": rows}
+TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps}
 
 
 def main():

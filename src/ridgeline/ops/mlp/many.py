@@ -1,6 +1,8 @@
 """Products with the join beside them for many rows of width 256: launching project_many.cu.
 
-What kernels.py's projections do for few rows, without dropout and without sums of the branch's gradient.
+What kernels.py's projections do for few rows, without dropout and without sums of the branch's gradient. µs of a block
+at 131,072 rows on an H200, its four products with their joins and apart: gpt2-c256 1,875 and 1,926, fast-c256 1,236 and
+1,331.
 """
 
 from __future__ import annotations
