@@ -54,10 +54,10 @@ SMALL = {  # name: (early launches, changes to the choices)
 LARGE = {
     "late": (False, {}),
     "early": (True, {}),
-    "rows": (False, dict(rows=ALL)),
+    "joins apart": (False, dict(joined=frozenset())),
     "mlp rows": (False, dict(rows=frozenset(("mlp",)))),
-    "not grouped": (False, dict(grouped=False)),
-    "cuBLAS": (True, dict(grouped=False, qkv="torch", out="torch")),
+    "not grouped": (False, dict(joined=frozenset(), grouped=False)),
+    "cuBLAS": (True, dict(joined=frozenset(), grouped=False, qkv="torch", out="torch")),
 }
 MIDDLE = {
     "early": (True, {}),

@@ -39,7 +39,7 @@ from ridgeline.ops.inputs import InputColumns, input_layer
 from ridgeline.ops.linear import Masks, doubles, gemm, linear, wgrad
 from ridgeline.ops.linear.products import aligned_empty, slope_empty
 from ridgeline.ops.linear.reduce import Job
-from ridgeline.ops.mlp import Mlp, Norm, mlp_half, norm_project, project_join
+from ridgeline.ops.mlp import Mlp, Norm, kernels, many, mlp_half, norm_project, project_join
 from ridgeline.ops.norm import norm, residual_norm
 from ridgeline.ops.policy_heads import HeadWeights, policy_heads
 from ridgeline.optim import OptimizerConfig
@@ -185,6 +185,24 @@ def project_rows():
     differentiate(joined, [x, weight, bias, residual, *norm[2:]])
     r, weight, bias = draw(N, C), draw(K, C, scale=C**-0.5), draw(K)
     differentiate(norm_project(r, norm, weight, bias, impl=impl("cuda")), [r, *norm[2:], weight, bias])
+
+
+@case
+def project_many():
+    if DEVICE == "cpu":
+        return
+    N, K, C = 700, 200, 256
+    vector, matrix = lambda: draw(C).detach(), lambda *shape: draw(*shape).detach()
+    empty = lambda *shape: torch.zeros(shape).cuda()
+    r, h, mean, rstd = matrix(N, C), matrix(N, C), empty(N), empty(N)
+    join = kernels.Join("layernorm", 1e-5, vector(), vector(), vector(), matrix(N, C), r, h, mean, rstd, None)
+    many.project_many_forward_raw(matrix(N, K), matrix(C, K), join)
+    partials = empty(many.blocks(N, r.device), 2 * C)
+    gradient = kernels.JoinGradient(
+        "layernorm", vector(), r, mean, rstd, matrix(N, C), matrix(N, C), None, partials, True, False, None
+    )
+    many.project_many_backward_raw(matrix(N, K), matrix(K, C), gradient)
+    assert torch.isfinite(gradient.dr_NC.cpu()).all()
 
 
 @case
