@@ -71,7 +71,7 @@ def sources():
         return s[:at] + "  stamp(37);\n  if (threadIdx.x < 128) stamp(37);\n  dump_stamps();\n  sync_block();\n  if (threadIdx.x == 0) reinterpret_cast<i64*>(TRACE)[132 * 3 * 48 * 8 + blockIdx.x] += 1;\n}" + s[at + 1:]
     for file, first, second, inner, sums, count in (("forward", "up", "down", "u", "z", "chunk"), ("backward", "down", "up", "da", "dh", "turn")):
         p = OUT / f"{file}.cu"; s = common(p.read_text())
-        s = put(s, "begin_reading();\n", "{ begin_reading(); stamp(2); }\n")
+        s = put(s, "== 0) wait_for_previous();\n", "== 0) { wait_for_previous(); stamp(2); }\n")
         fetched = "    fetch_rows(h, smem, bar, tiles.tile, tiles.round);\n".replace("h,", "h," if file == "forward" else "dz,")
         s = put(s, fetched, fetched + "    stamp(3);\n")
         now = f"{count} == 3"
@@ -108,7 +108,7 @@ def sources():
         s = put(s, "  if (me.lane == 0) store_wait<0>();\n", "  if (me.lane == 0) store_wait<0>();\n  stamp(36);\n")
         p.write_text(s)
     p = OUT / "project.cu"; s = common(p.read_text())
-    s = put(s, "  begin_reading();\n", "  begin_reading();\n  stamp(2);\n")
+    s = put(s, "  wait_for_previous();\n  ring =", "  wait_for_previous();\n  stamp(2);\n  ring =")
     s = put(s, "    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias + 2 * me.column(), true, me);\n", "    stamp(4);\n    begin_sums<BRANCH_BIAS && !BACKWARD>(acc, bias + 2 * me.column(), true, me);\n    stamp(5);\n")
     s = put(s, "    ring.wait();\n", "    stamp_if(k < 8, 10 + 2 * k);\n    ring.wait();\n    stamp_if(k < 8, 11 + 2 * k);\n")
     s = put(s, "    take_rows(v, acc);\n", "    stamp(33);\n    take_rows(v, acc);\n")
