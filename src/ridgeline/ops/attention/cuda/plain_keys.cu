@@ -32,7 +32,6 @@ struct Unit {
 // Starts the copies of all units: keys with their values for the warpgroups, and queries with all that belongs to them. A
 // thread.
 RL_D void copy_all(const Arguments& a, const Here& p) {
-  await_previous();
   u32 tile = 0;
 #pragma unroll 1
   for (int round = 0; unit_in(round) < a.units; ++round) {
@@ -66,7 +65,6 @@ RL_D void end_products(float (&dk)[D / 2], float (&dv)[D / 2]) {
 }
 
 RL_D void run(const Arguments& a, const Here& p) {
-  await_previous();
   const float scale = a.scale * LOG2_E;
 #if RL_COLUMN_SUMS
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
@@ -98,8 +96,8 @@ RL_D void run(const Arguments& a, const Here& p) {
             if (AHEAD) end_products(dk, dv);
             if (part == 0 && !fresh) p.release(held);
             if (i == j) mask_past(s, part * (STEP / 8), p.warp, p.lane);
-            differentiate(pairs_p, pairs_ds, s, dp, scale,
-                          [&](int n) { return load_statistics(p.stats(tile) + part * (8 * STEP), n, p.lane); });
+            const u32 stats = p.stats(tile) + part * (8 * STEP);
+            differentiate(pairs_p, pairs_ds, s, dp, scale, [=](int n) { return load_statistics(stats, n, p.lane); });
             wgmma_fence();
             multiply_pairs(dv, pairs_p, some + units(TILE), fresh);
             multiply_pairs(dk, pairs_ds, some, fresh);
@@ -142,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
                     parts, units, kv_pitch, sum_rows, scale};
   const Here p;
   p.start();
+  await_previous();
   share_registers(p.copies());
   if (!p.copies())
     run(a, p);

@@ -25,11 +25,6 @@ RL_D void await_previous() {
   wait_for_previous();
   let_next_start();
 }
-// The same once barriers are there.
-RL_D void start_together() {
-  await_previous();
-  sync_block();
-}
 
 // Operands of wgmma are named by the low word of their descriptor: 16-byte units, to which constants can be added.
 RL_D u32 operand_at(u32 smem) { return ((smem & 0x3FFFF) >> 4) | 1u << 16; }
