@@ -24,7 +24,7 @@ WAYS = {  # name: engine, TORCHINDUCTOR_MIX_ORDER_REDUCTION
     "compile without mix-order reduction": ("compile", "0"),
     "best": ("best", "1"),
 }
-EVERY, BIN = 250, 20
+EVERY, TELL, BIN = 100, 500, 20  # steps between looks, between lines, of a point in the figure
 
 
 def learn(name, device, steps, batch, out, deadline):
@@ -85,7 +85,8 @@ def learn(name, device, steps, batch, out, deadline):
         found |= {"losses": losses, "norms": norms, "ms": 1e3 * seconds / max(1, len(losses) - EVERY)}
         found["mixed"] = mixed()
         Path(out).write_text(json.dumps(found))
-        print(name, len(losses), f"loss {losses[-1]:.4f} norm {norms[-1]:.3f} {found['ms']:.2f} ms", flush=True)
+        if bad is not None or len(losses) == steps or len(losses) % TELL in (0, EVERY):
+            print(name, len(losses), f"loss {losses[-1]:.4f} norm {norms[-1]:.3f} {found['ms']:.2f} ms", flush=True)
         if bad is not None:
             break
 
@@ -105,16 +106,17 @@ def mixed():
 
 
 def binned(values, pick):
+    """What `pick` makes of each BIN values."""
     return [pick(values[i : i + BIN]) for i in range(0, len(values) - BIN + 1, BIN)]
 
 
 def record(found, batch, cuda):
     """The record of all ways; figures end where numbers are no longer finite."""
+    import torch
+
     from ridgeline.bench.circumstances import git_revision, versions
     from ridgeline.bench.nvml import monitor
     from ridgeline.records import ContenderResult, Record, WorkloadInfo
-
-    import torch
 
     curves, rows = [], []
     for result in found:
@@ -153,6 +155,7 @@ def record(found, batch, cuda):
 
 
 def main():
+    """All ways beside each other, and the record of what they came to."""
     begun, limit = time.time(), float(sys.argv[1])
     steps, batch = int(sys.argv[2]) if len(sys.argv) > 2 else 3000, int(sys.argv[3]) if len(sys.argv) > 3 else 42
     import torch
@@ -171,6 +174,7 @@ def main():
         files.append(out / f"divergence_{place}.json")
         environment = {**os.environ, "TORCHINDUCTOR_MIX_ORDER_REDUCTION": WAYS[name][1], "OMP_NUM_THREADS": "1"}
         environment["TORCHINDUCTOR_CACHE_DIR"] = f"{caches}/divergence-{place}"
+        environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // 3)))
         device = devices[(place % 4 in (1, 3)) % len(devices)]
         given = [name, device, str(steps), str(batch), str(files[-1]), str(begun + limit - 4)]
         running.append(subprocess.Popen([sys.executable, __file__, "--one", *given], env=environment))

@@ -47,6 +47,7 @@ ALL_RUNGS, SINGLES = ",".join(RUNGS), "m2+zero_fill,m2+reuse,m2+capture,r16-lane
 MQA = "gpt2-c256+kv_heads=1"
 NAMES = (MQA, "gpt2-124m", "gpt2-c256", "fast-c256", "hal-20m", "hal-5m")
 LEAST_S, LATER_S, SPARE_S, SHORT_TURN_S = 35, 60, 8, 0.25
+BUILD_S = 130  # longest time in which a wave is built
 ANSWER_S = 45  # longest turn, or look into a contender; who takes longer is ended
 LARGE = {"hal-20m": 25, "gpt2-124m": 36, "hal-5m": 6}  # GiB of a contender, 2 where none is given
 LENT_GIB = 60  # what `build` takes of a card that others use
@@ -78,7 +79,7 @@ def rows():
     short = {"rounds": 2, "phases": 2}
     rungs = ("best", *RUNGS)
     found = {
-        # a card holds about six of hal-20m's contenders, and phases need the memory of one more: three groups.
+        # a card holds about six of hal-20m's contenders and none of hal-5m's beside them: three groups, a wave each.
         # At the power limit a step is faster until the limit is felt: turns long enough that it is, most of the time
         "hal-20m": Row({}, f"{PAIR},compile+graph:explicit", 10, 1.2, rounds=6, phases=3, last=True),
         "hal-20m:pytorch": Row(
@@ -119,6 +120,11 @@ def name_of(key):
     return next(name for name in NAMES if key.startswith(name))
 
 
+def tunes(keys):
+    """Whether one of the rows has a contender that times what it compiles before it takes a step."""
+    return any("max-autotune" in ROWS[key].contenders for key in keys)
+
+
 @contextlib.contextmanager
 def host(alone):
     """While someone else uses the host otherwise this waits; it goes on after QUIET_S, and says so."""
@@ -150,7 +156,7 @@ class Wave:
         self.keys, self.end, self.limit = keys, end, time.time() + build_s
         self.began, self.change = time.time(), threading.Condition()
         self.left = sum(len(ROWS[key].contenders.split(",")) for key in keys)  # contenders that are not built
-        self.few = max(1, self.left // 10)
+        self.few = 0 if tunes(keys) else max(1, self.left // 10)  # who tunes takes minutes, and the others seconds
         self.building = set(keys)  # rows
         self.host = host
         looks = sorted(keys, key=lambda key: ROWS[key].last)
@@ -231,9 +237,8 @@ def timed(self, teams):
 
 
 def medians(teams):
-    return [
-        f"{t.name} {statistics.median(t.times_ms):.4g}" if t.times_ms else f"{t.name} {t.error[:60]}" for t in teams
-    ]
+    found = [(t.name, f"{statistics.median(t.times_ms):.4g}" if t.times_ms else t.error[:60]) for t in teams]
+    return [" ".join(pair) for pair in found]
 
 
 def looked(self, teams):
@@ -322,7 +327,7 @@ def share_cores(contenders):
 
 def worth(name):
     """The order in which contenders are built: what every group has first."""
-    order = ("compile+graph", "compile+graph:explicit", "reduce-overhead", "transformers", "liger", "compile")
+    order = "max-autotune compile+graph compile+graph:explicit reduce-overhead transformers liger compile".split()
     return order.index(name) if name in order else len(order)
 
 
@@ -333,7 +338,7 @@ def build(keys, end):
         case = workload(name_of(key), **ROWS[key].sizes)
         for name in filter(compiles, ROWS[key].contenders.split(",")):
             asked.setdefault((case.info(), name), (case, name, key))
-    plan = Plan(rounds=2, steps=2, warm_s=0, build_s=150, together=True)
+    plan = Plan(rounds=2, steps=2, warm_s=0, together=True)
     share_cores([name for _, name, _ in asked.values()])
     free, change, began = [LENT_GIB], threading.Condition(), time.time()
 
@@ -345,13 +350,10 @@ def build(keys, end):
         begin, left = time.time(), end - time.time()
         if left > 10:
             team = run.Team(case, name, CARD, plan, 1)
-            team.wait(min(plan.build_s, left))
+            team.wait(left)
             team.close()
-            print(
-                f"built {key} {name} {time.time() - begin:.0f} s, at {time.time() - began:.0f}",
-                team.error[:150],
-                flush=True,
-            )
+            said = f"built {key} {name} {time.time() - begin:.0f} s, at {time.time() - began:.0f}"
+            print(said, team.error[:150], flush=True)
         else:
             print(f"no time for {key} {name}", flush=True)
         with change:
@@ -366,9 +368,8 @@ def build(keys, end):
 def main(arguments):
     seconds = float(arguments.pop(0)) if arguments and arguments[0].isdigit() else None
     only_build = arguments[:1] == ["build"]
-    waves = [
-        part.split() for part in " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"]).split(" -- ")
-    ]
+    asked = " ".join(arguments[only_build:] or ["hal-20m:pytorch", "gpt2-c256"])
+    waves = [part.split() for part in asked.split(" -- ")]
     odd = {key for keys in waves for key in keys} - set(ROWS)
     if odd:
         sys.exit(f"no row is called {', '.join(sorted(odd))}; known: {', '.join(ROWS)}")
@@ -387,7 +388,7 @@ def main(arguments):
             print("no time for", *keys, flush=True)
             building.close()
             continue
-        build_s = min(130, left - 20 - 40 * later)
+        build_s = min(BUILD_S * (2 if tunes(keys) else 1), left - 20 - 40 * later)
         share_cores([name for key in keys for name in ROWS[key].contenders.split(",")])
         wave = Wave(keys, build_s, end - LATER_S * later, building)
         threads = [threading.Thread(target=one, args=(key,), name=key) for key in keys]

@@ -12,15 +12,17 @@ same time, PROCESSES at a time (environment; one a core), and `study race` itsel
     $OUT/folders.tgz                      the races' folders without checkpoints, from before the games on
 
 GO=FILE: contenders wait for that file before the first trains, so that they can be set up beside something else.
-GAMES=SECONDS that all games are left after all training (80): 30 games of a checkpoint of hal-20m keep a card busy for 5
-to 12 s, the weaker the longer; a process takes 10 s to begin. 26 checkpoints took 72 s on two cards and 32 cores.
+GAMES=SECONDS that all games are left after all training (80). The card bounds them: each call for eight games of hal-20m
+keeps it busy for 3 ms, however many processes call, and the weaker a checkpoint the more calls. 210 games of one contender
+from 1 s of training on are 33,000 calls: 90 s, and 10 for the processes to begin. Four processes keep a card busy; more
+than cores only wait for each other. The last checkpoints play first: what is cut off is the start.
 KEEP=FOLDER: where race and checkpoints lie and stay; the same command goes on there. Without it they are deleted.
 
 PYTHONPATH=src python dev/gpu/race_gpu.py join RECORD.json FOLDERS.tgz …      # anywhere, also without a card
 
 joins what runs of one race packed, each of which trained some of its contenders and let them play, to one record. Where
-a run ended before its games did, the record says how many were played; of a contender that is in several, the first
-that trained it to its end counts.
+a run ended before its games did, the record says how many were played, and lacks the checkpoints before the first that
+played any (the last ones play first); of a contender that is in several, the first that trained it to its end counts.
 """
 
 import contextlib
@@ -28,6 +30,7 @@ import json
 import multiprocessing as mp
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -154,7 +157,22 @@ def play(root, name, words, processes):
         "--processes",
         str(processes),
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return start(command)
+
+
+def start(command):
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def outcome(process, deadline):
+    """What a process said until it ended, or until all of its own were ended at the deadline."""
+    try:
+        return process.communicate(timeout=max(1.0, left(deadline)))[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate()[0]
 
 
 def read_race(folder, names):
@@ -236,7 +254,7 @@ def compare(plans, root):
             command = [sys.executable, str(Path(__file__).with_name("rolling_gpu.py")), str(saved)]
             command += [contender.config.device, "8", "5000", "0", "25"]
             if saved.is_dir():
-                running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+                running.append(start(command))
     return running
 
 
@@ -292,22 +310,14 @@ def main():
     }
     compared = compare(plans, root) if left(limit) > 0 else []
     for name, process in playing.items():
-        try:
-            said, _ = process.communicate(timeout=max(1.0, left(limit)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
+        said = outcome(process, limit)
         if process.returncode:
             say("FAILED", name, process.returncode, said[-600:])
         with contextlib.suppress(OSError):
             shutil.copy(root / name / "record.json", out / f"{name}.json")
             tell(name, json.loads((out / f"{name}.json").read_text()))
     for process in compared:
-        try:
-            said, _ = process.communicate(timeout=max(1.0, left(limit)))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said, _ = process.communicate()
+        said = outcome(process, limit)
         say("ROLLING", said.strip().splitlines()[-1] if said.strip() else "nothing")
         with (out / "rolling.jsonl").open("a") as stream:
             stream.write(said)

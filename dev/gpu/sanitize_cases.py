@@ -1,6 +1,6 @@
-"""One small run of each kernel, for compute-sanitizer: a case a process, started by sanitize_gpu.py.
+"""One small run of each kernel, for compute-sanitizer, started by sanitize_gpu.py.
 
-    PYTHONPATH=src python3 dev/gpu/sanitize_cases.py CASE
+    PYTHONPATH=src python3 dev/gpu/sanitize_cases.py CASE[+CASE…]
 
 Says which kernels it launches, each at its first launch. Without a card the Triton kernels are interpreted and the
 references stand in for CUDA C++. Data is made on the host, so that no kernel but those under test is instrumented.
@@ -47,19 +47,7 @@ from ridgeline.optim import OptimizerConfig
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOOL = os.environ.get("SANITIZER_TOOL", "memcheck")
 CASES = {}
-PLANTED = """
-extern "C" __global__ void memcheck(float* x, int n) { x[n + threadIdx.x] = 1.0f; }
-extern "C" __global__ void racecheck(float* x, int n) {
-  __shared__ float shared[64];
-  shared[threadIdx.x] = x[threadIdx.x];
-  x[threadIdx.x] = shared[63 - threadIdx.x];
-}
-extern "C" __global__ void synccheck(float* x, int n) {
-  if (threadIdx.x % 32 < 16) __syncwarp(0xffff0000u);
-  x[threadIdx.x] = 1.0f;
-}
-extern "C" __global__ void initcheck(float* x, int n) { x[threadIdx.x] += 1.0f; }
-"""
+FOLDER = Path(__file__).parent
 
 
 def case(function):
@@ -96,12 +84,19 @@ def impl(name):
 @case
 def planted():
     """The mistake that the tool at hand is for."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "planted.cu").write_text(PLANTED)
-        kernel = cuda.load(Path(folder) / "planted.cu").kernel(TOOL, "Pi")
+    kernel = cuda.load(FOLDER / "sanitize_planted.cu").kernel(TOOL, "Pi")
     x = torch.empty(64, device="cuda") if TOOL == "initcheck" else torch.ones(64).cuda()
     kernel.launch((1,), 64, 0, (x, 64))
     torch.cuda.synchronize()
+
+
+@case
+def orders():
+    """Rights that a tool may take for mistakes."""
+    for name in ("by_one_lane", "by_each_lane", "by_arrive", "by_sync"):
+        x = torch.arange(64.0).cuda()
+        cuda.load(FOLDER / "sanitize_orders.cu").kernel(name, "P").launch((1,), 64, 0, (x,))
+        assert (x.cpu()[32:] == -torch.arange(32.0)).all(), name
 
 
 def attend(name, B, T, H, G, D, rows=0, p=0.0, dtype=None):
@@ -419,7 +414,7 @@ def windows():
         assert all((x.cpu() < 123).all() for x in batches.tensors.values())
 
 
-def main(name):
+def main(names):
     import triton
     from triton.runtime.interpreter import GridExecutor
 
@@ -435,11 +430,13 @@ def main(name):
     Kernel.launch = lambda kernel, *a: (tell(kernel.name), launch(kernel, *a))[1]
     GridExecutor.__call__ = lambda grid, *a, **k: (tell(grid.fn.__name__), interpret(grid, *a, **k))[1]
     triton.knobs.runtime.launch_enter_hook.add(lambda data: tell(data.get()["name"]))
-    torch.manual_seed(0)
     torch.set_num_threads(1)
-    CASES[name]()
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
+    for name in names.split("+"):
+        print(f"CASE {name}", flush=True)
+        torch.manual_seed(0)
+        CASES[name]()
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

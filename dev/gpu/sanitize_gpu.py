@@ -2,10 +2,11 @@
 
     PYTHONPATH=src python3 dev/gpu/sanitize_gpu.py SECONDS [memcheck|racecheck|synccheck|initcheck …] [case …]
 
-Without names: all tools, all cases. A run is given up at the deadline, none begins after it. The first case is a
-kernel with planted mistakes: a tool that does not see its own proves nothing. Prints a line a run, then the kernels
-that no clean run launched; $OUT/sanitize.json has the reports' first lines. COMPUTE_SANITIZER names the tool where it
-is not on the path nor beside nvcc. DRY=1 runs the cases without it (and without a card by the references).
+Without names: all tools, all cases. Cases joined by + share a process, whose start takes longer than most cases. A
+run is given up at the deadline, none begins after it. The first case is a kernel with planted mistakes: a tool that
+does not see its own proves nothing. Prints a line a run, then the kernels that no clean run launched; $OUT/sanitize
+has each tool's whole report, sanitize.json its first lines. COMPUTE_SANITIZER names the tool where it is not on the
+path nor beside nvcc. DRY=1 runs the cases without it (and without a card by the references).
 """
 
 import glob
@@ -22,7 +23,7 @@ from pathlib import Path
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OUT, SOURCES = os.environ.get("OUT", "/tmp"), Path(__file__).resolve().parents[2] / "src/ridgeline"
-os.makedirs(OUT, exist_ok=True)
+os.makedirs(f"{OUT}/sanitize", exist_ok=True)
 DRY, CASE_FILE = bool(os.environ.get("DRY")), Path(__file__).with_name("sanitize_cases.py")
 CASES = tuple(re.findall(r"^@case\ndef (\w+)", CASE_FILE.read_text(), re.M))
 WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "14")), float(os.environ.get("LIMIT", "45"))  # of one run
@@ -40,9 +41,10 @@ def command(tool, name, path):
     if path is None:
         return mine
     rest = ["--target-processes", "application-only", "--report-api-errors", "no", "--show-backtrace", "no"]
+    rest += ["--launch-timeout", "0"]  # a busy host starts Python slowly; the deadline here is ours
     if tool != "initcheck":  # which must see PyTorch's writes
         rest += ["--kernel-name-exclude", "kns=at6native", "--kernel-name-exclude", "kns=nvjet"]
-    return [path, "--tool", tool, "--print-limit", "5", *rest, *mine]
+    return [path, "--tool", tool, "--print-limit", "100", *rest, *mine]
 
 
 def run(tool, name, path, end):
@@ -63,6 +65,7 @@ def run(tool, name, path, end):
             code = "timeout"
         log.seek(0)
         text = log.read()
+    Path(f"{OUT}/sanitize/{tool}-{name}.txt").write_text(text)
     return read(text, code) | {"seconds": round(time.time() - begin, 1)}
 
 
@@ -93,8 +96,8 @@ def kernels():
 def main(arguments):
     seconds = float(arguments[0])
     tools = [tool for tool in TOOLS if tool in arguments] or list(TOOLS)
-    names = [name for name in arguments[1:] if name in CASES] or list(CASES)
-    if unknown := set(arguments[1:]) - set(TOOLS) - set(CASES):
+    names = [name for name in arguments[1:] if name not in TOOLS] or list(CASES)
+    if unknown := {name for job in names for name in job.split("+")} - set(CASES):
         sys.exit(f"no such tool or case: {', '.join(sorted(unknown))}; tools {TOOLS}, cases {CASES}")
     path = None if DRY else sanitizer()
     if path is None and not DRY:
@@ -111,7 +114,7 @@ def main(arguments):
             word = "clean" if found["errors"] == 0 else f"{found['errors']} ERRORS"
             if word == "clean":
                 clean[tool] |= set(found["launched"])
-        print(f"{tool:9} {name:22} {word:10} {found['seconds']:5.1f} s", flush=True)
+        print(f"{tool:9} {name:40} {word:10} {found['seconds']:5.1f} s", flush=True)
         if word not in ("seen", "clean"):
             print("".join(f"    {line[:150]}\n" for line in found.get("lines", [])[:5]), end="", flush=True)
         with open(f"{OUT}/sanitize.json", "w") as file:

@@ -28,6 +28,21 @@ def test_the_fastest_pytorch_contender_decides():
     assert verdict.status == "met"
 
 
+def test_a_newer_run_without_pytorchs_fastest_decides_nothing():
+    old = record(result("best", 4e6), result("compile+graph", 1.9e6), result("compile+graph:explicit", 2e6))
+    ladder = record(result("best", 4.2e6), result("compile+graph", 1.8e6), result("m3", 1.5e6), date="2026-12-01")
+    apart = record(
+        *(result("best", 4e6), result("compile+graph:explicit", 2.1e6, group=1), result("eager", 1e6)),
+        date="2026-12-02",
+    )  # never in a group with `best`
+    for records in ([ladder, old], [old, ladder], [apart, ladder, old]):
+        assert judge(GOAL, records).record == old
+    elsewhere = replace(record(result("best", 1e6), result("compile", 5e5), date="2026-12-03"), card="another")
+    assert judge(GOAL, [ladder, elsewhere, old]).ratio == pytest.approx(2)  # of that card the only one, and the newest
+    whole = record(result("best", 5e6), result("compile+graph:explicit", 2e6), date="2026-12-04")
+    assert judge(GOAL, [old, whole, ladder]).record == whole
+
+
 def test_ratios_are_taken_within_groups():
     contenders = [
         result("best", 4e6, group=0),

@@ -58,6 +58,27 @@ def test_torch_implementation_computes_the_same_function(positions: str, kv_head
     torch.testing.assert_close(reference(tokens), other(tokens))
 
 
+@pytest.mark.parametrize("positions", ["learned", "relative", "none"])
+@pytest.mark.parametrize("impl", ["reference", "torch"])
+def test_single_states_are_those_of_the_whole_and_the_last_block_computes_no_others(positions: str, impl: str) -> None:
+    decoder = LanguageModel(language(positions=positions, kv_heads=2, dropout=0.1).config, impl=impl, seed=1).decoder
+    x_BTC, at_B, rows = torch.randn(3, 12, 32, dtype=torch.float64), torch.tensor([11, 0, 5]), []
+    decoder.double().eval()
+    for block in decoder.blocks:
+        block.mlp.up.register_forward_hook(lambda layer, given, out: rows.append(given[0].shape[:-1].numel()))
+    torch.testing.assert_close(decoder.state_at(x_BTC, at_B), decoder(x_BTC)[[0, 1, 2], at_B])
+    assert rows == [3 * 12, 3, 3 * 12, 3 * 12]
+    decoder.train()  # with masks, which are those of all positions
+    torch.manual_seed(0)
+    state = decoder.seed_step.clone()
+    once = decoder.state_at(x_BTC, at_B)
+    decoder.seed_step.copy_(state)
+    torch.manual_seed(0)
+    torch.testing.assert_close(decoder(x_BTC)[[0, 1, 2], at_B], once)
+    with pytest.raises(ConfigError, match="a sequence of 17 positions is longer"):
+        decoder.eval().state_at(torch.randn(1, 17, 32, dtype=torch.float64), at_B[:1])
+
+
 def test_the_future_is_not_seen() -> None:
     model = language(positions="relative").double()
     tokens = torch.randint(11, (1, 16))

@@ -33,6 +33,13 @@ def test_no_config(name: str) -> None:
         find_config(name)
 
 
+@pytest.mark.parametrize(("change", "meant"), [("kvheads=1", "model.decoder.kv_heads"), ("lr=1e-3", "optimizer.lr")])
+def test_a_change_that_is_near_another(change: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        find_config(f"gpt2-c256+{change}")
+    assert find_config(f"gpt2-c256+{meant}=1") != find_config("gpt2-c256")
+
+
 def test_costs_and_workloads_of_a_model_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text('preset = "fast-c256"\nbatch = 3\n[window]\ncontext = 16\n[model.decoder]\nlayers = 1\n')

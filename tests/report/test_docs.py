@@ -80,10 +80,26 @@ def test_a_climb_whose_gains_cannot_be_told_stands_beside_one_whose_can():
     busy = replace(clear, date="2026-12-24T00:00:00+00:00", contenders=noisy)
     assert docs.ladder([busy, clear]) == docs.ladder([clear])
     table = rows(docs.climbed([busy, clear]))
-    assert [row[0] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`"]
-    assert table[1][:3] == ["`m1`", "430", "300%"]
+    assert [row[1] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`"]
+    assert table[1][1:5] == ["`m1`", "430", "300%", "≈"]
     assert docs.ladder([busy]).count("≈") == 2  # alone it has to do: to m1, and from it
     assert rows(docs.climbed([clear])) == rows(docs.climbed([busy])) == []
+
+
+def test_other_models_climb_in_a_table_of_their_own():
+    times = (("m0", 12.0, 0.3), ("m1", 13.0, 0.2), ("m3", 2.0, 0.01), ("best", 0.9, 0.01))
+    small = samples.record(
+        "bench", "gpt2-c256", 32, 256, contenders=[samples.result(n, ms, 32, 256, spread=s) for n, ms, s in times]
+    )
+    older = replace(small, date="2026-11-01T00:00:00+00:00", contenders=small.contenders[1:])
+    table = rows(docs.elsewhere([small, samples.ladder(), older]))
+    assert [row[:5] for row in table] == [
+        ["`gpt2-c256`", "`m0`", "12", "30%", "–"],
+        ["`gpt2-c256`", "`m1`", "13", "20%", "≈"],
+        ["`gpt2-c256`", "`m3`", "2", "1%", "6.50×"],
+        ["`gpt2-c256`", "`best`", "0.9", "1%", "2.22×"],
+    ]
+    assert docs.elsewhere([samples.ladder()]) == docs.MISSING
 
 
 def test_layers_have_a_column_a_rung():
@@ -119,6 +135,10 @@ def test_the_newest_record_counts():
     old = replace(samples.smaller(), date="2026-11-28T00:00:00+00:00")
     assert docs.newest([samples.smaller(), old]) == [samples.smaller()]
     assert docs.newest([replace(samples.smaller(), gpus=2)]) == []
+    fewer = [result for result in samples.smaller().contenders if result.name != "compile+graph"]
+    newer = replace(samples.smaller(), contenders=fewer, date="2026-11-30T00:00:00+00:00")
+    assert docs.newest([newer, old]) == [old]  # without PyTorch's fastest a run says nothing of it
+    assert docs.newest([newer]) == [newer]
 
 
 def test_windows_and_contexts():
@@ -126,6 +146,13 @@ def test_windows_and_contexts():
     assert [row[2] for row in rows(docs.windows(records))] == ["13.9 k", "6.81 k", "8.83 k", "77.6 k", "39.1 k"]
     text = docs.written("<!-- from records: contexts -->\n<!-- end -->", records)
     assert [row[1] for row in rows(text)] == ["128", "256", "512", "1024", "2048"]
+    step = replace(
+        records[2],
+        contenders=[r for r in records[2].contenders if r.name != "eager"] + [samples.result("compile", 9.0, 64, 128)],
+    )
+    text = docs.written("<!-- from records: contexts -->\n<!-- end -->", [step, *records])
+    assert rows(text)[0][5] == "630 k"  # of the newest run that timed it
+    assert "compile`" not in text  # once is no sweep
     assert docs.windows([samples.ladder()]) == docs.MISSING
     newer = replace(samples.ladder(), contenders=[c for c in samples.ladder().contenders if c.name != "r16"])
     assert docs.windows([newer, *records]) == docs.windows(records)  # the rung of the newest run that timed it
@@ -191,13 +218,12 @@ def test_engines_stand_beside_each_other_in_one_order():
     text = docs.written("<!-- from records: engines -->\n<!-- end -->", [together, other, record])
     assert rows(text) == table  # first steps of an older run on such a card
     newer = replace(
-        record, contenders=[samples.result(name, ms, 32, 256) for name, ms in (("best", 0.9), ("eager", 9.0))]
+        record,
+        contenders=[
+            samples.result(name, ms, 32, 256) for name, ms in (("best", 0.9), ("eager", 9.0), ("compile+graph", 1.8))
+        ],
     )
     table = rows(docs.written("<!-- from records: engines -->\n<!-- end -->", [newer, record]))
-    assert [row[2] for row in table] == [
-        "9",
-        "2",
-        "2.5",
-        "0.9",
-    ]  # who is not in the newest has the row of the one before
+    times = [row[2] for row in table]
+    assert times == ["9", "1.8", "2.5", "0.9"]  # who is not in the newest has the row of the one before
     assert [row[-1] for row in table] == ["10.00×", "2.00×", "2.50×", "–"]  # and the ratio of that run

@@ -134,6 +134,10 @@ def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
     assert sweeps([*samples.sweep()[:1], *samples.sweep()[:1]]) == []
     folded = [chapter.title for chapter in chapters(records) if chapter.folded]
     assert len(folded) == 5
+    place = sweep.members[256]
+    rung = samples.result("m3", 2.4, 32, 256)
+    records[place] = replace(records[place], contenders=[*records[place].contenders, rung])
+    assert [c.title for c in chapters(records) if c.folded] == [t for t in folded if "32 × 256" not in t]  # it climbs
 
 
 def test_sweeps_over_batch_and_cards():
@@ -148,6 +152,9 @@ def test_sweeps_over_batch_and_cards():
     assert list(table_of(sweep_section(kinds["batch"], [base, larger, two], 0))) == [c.name for c in timed(base)]
     again = replace(base, date="2026-12-24T00:00:00+00:00")
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value
+    fewer = replace(again, contenders=again.contenders[:2])
+    (filled,) = sweeps([fewer, base, larger])
+    assert table_of(sweep_section(filled, [fewer, base, larger], 0))["eager"][0] == "1.84 M"  # of the run before it
     alone = replace(again, contenders=again.contenders[:1])
     assert sweeps([alone, base, larger])[0].members == {512: 1, 1024: 2}  # that has PyTorch beside `best`
     assert [sweep.kind.name for sweep in sweeps([base, replace(two, date=again.date)])] == []  # not of one run

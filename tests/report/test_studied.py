@@ -74,8 +74,8 @@ def test_norms():
     ]
     record = samples.record("study", "hal-20m", 42, 256, curves=curves)
     text = studied.divergence([study(), record])
-    assert "| `eager` | 3,000 | 0.250 | 21.5 | 3.25 | – | 12 |" in text
-    assert "| `compile` | 3,000 | 0.250 | 21.5 | 3.25 | 7 | 12 |" in text
+    assert "| `eager` | 3,000 | 0.2500 | 21.5 | 3.25 | – | 12 |" in text
+    assert "| `compile` | 3,000 | 0.2500 | 21.5 | 3.25 | 7 | 12 |" in text
     assert list(studied.pictures([record])) == ["divergence"]
     assert studied.divergence([study()]) == studied.MISSING
 

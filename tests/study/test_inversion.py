@@ -86,8 +86,8 @@ def test_one_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_unlike_cases_are_refused() -> None:
-    for other in (case("gpt2-c256", 8), case("fast-c256")):
-        with pytest.raises(ConfigError, match="set them alike"):
+    for other, says in ((case("gpt2-c256", 8), "set them alike"), (case("fast-c256"), "got fast-c256 twice")):
+        with pytest.raises(ConfigError, match=says):
             inversion(case("fast-c256"), other, CPU, CPU_PLAN, lambda line: None)
 
 

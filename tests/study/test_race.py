@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ridgeline import checkpoint
+from ridgeline.data.loader import Validation
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError, WorkerError
 from ridgeline.play import GameResult
 from ridgeline.records import from_json, read_record, to_json, write_record
@@ -16,7 +17,8 @@ from ridgeline.study.clocked import Point, Task, checkpoint_name, grid_until, re
 from ridgeline.study.outcome import TARGETS, Standing, crossings, make_record, reached_at, verdict
 from ridgeline.study.race import Watcher, open_race, run_race
 from ridgeline.study.racers import find_racers
-from ridgeline.train.settings import to_dict
+from ridgeline.train.settings import read_toml, to_dict
+from ridgeline.train.validate import Evaluation
 from study.race_helpers import SMALL, make_race, racers
 
 
@@ -93,6 +95,44 @@ def test_the_clock_waits_for_its_turn(few_games, tmp_path):
     assert called == [1]  # the start is there, nothing else
     assert first.seconds == 0
     assert 0.2 <= last.seconds < 0.6
+
+
+def test_lanes_are_settled_before_the_clock_starts_and_kept_from_then_on(few_games, tmp_path, monkeypatch):
+    (contender,) = racers(few_games, SMALL)
+    asked = []
+
+    def measure(config, batches):
+        asked.append((config.lanes, batches.position))
+        if config.lanes == 0:
+            time.sleep(0.5)
+        return dataclasses.replace(config, lanes=2), "2 lanes of 1 lane 2.5 ms, 2 lanes 1.25 ms"
+
+    monkeypatch.setattr(clocked, "settle_lanes", measure)
+    task = Task(to_dict(contender.config), str(tmp_path / "one"), (0.0, 0.2, 0.4), 1)
+    training = train_on_clock(task)
+    start, point = itertools.islice((point for point in training if point), 2)
+    training.close()
+    assert min(start.setup_s, point.setup_s) >= 0.5
+    assert 0.2 <= point.seconds < 0.5
+    assert read_toml(tmp_path / "one" / "config.toml")["lanes"] == 2
+    assert checkpoint.load(tmp_path / "one" / checkpoint_name(0.2)).meta["config"]["lanes"] == 2
+    list(train_on_clock(task))
+    assert asked == [(0, 0), (2, 0)]
+    machines = clocked.read_machines(tmp_path / "one")
+    assert [line["lanes"] for line in machines] == ["2 lanes of 1 lane 2.5 ms, 2 lanes 1.25 ms"] * 2
+    assert [line["from"] for line in machines] == [0, point.seconds]
+
+
+def test_a_training_that_began_before_lanes_were_settled_goes_on_with_one(few_games, tmp_path):
+    (contender,) = racers(few_games, SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clocked, "settle_lanes", lambda config, batches: (config, ""))
+        clocked._Clocked(contender.config, tmp_path).leave(0.0)
+    begin = tmp_path / checkpoint_name(0.0)
+    assert checkpoint.load(begin).meta["config"]["lanes"] == 0
+    assert clocked._as_begun(contender.config, begin).lanes == 1
+    two = dataclasses.replace(contender.config, lanes=2)
+    assert clocked._as_begun(two, begin) == two
 
 
 def test_the_steps_that_prepare_are_taken_back(few_games, tmp_path):
@@ -239,6 +279,7 @@ def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(few_gam
     for drawn in (True, False):
         run = clocked._Clocked(contender.config, tmp_path / str(drawn))
         assert run.resident is not None
+        assert (run.config.lanes in (1, 2), " ms" in run.lanes) == (True, engine == "best")
         if not drawn:
             run.resident = None
         run.leave(0.0)
@@ -250,3 +291,29 @@ def test_on_a_card_the_batches_are_the_hosts_and_preparing_is_taken_back(few_gam
         assert run.batches.position == 24
     assert len(losses[0]) == 3
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", [SMALL, "hal-20m+layers=1+window.context=64+context=64+batch=16"])
+@pytest.mark.parametrize("engine", ["best", "graph"])
+def test_on_a_card_a_policy_is_validated_captured_as_call_by_call(few_games, tmp_path, model, engine):
+    """Before the first step, behind those that are taken back, and while it trains."""
+    wide = model.replace("width=32", "width=64")
+    settings = {"data": str(few_games.path), "minutes": 0.02, "device": "cuda", "precision": "bf16"}
+    (contender,) = find_racers([f"{wide}:{engine}"], few_games, settings)
+    run = clocked._Clocked(contender.config, tmp_path)
+    validation = Validation(run.data, run.config.window, batch=run.config.batch)
+    plain = Evaluation(run.step, validation, run.device, capture=False)
+    captured = Evaluation(run.step, validation, run.device)
+    pairs = [(captured(), plain())]
+    run.leave(0.0)
+    run.prepare(tmp_path / checkpoint_name(0.0))
+    pairs.append((captured(), plain()))
+    for _ in range(3):
+        run._learn()
+        run.progress.step += 1
+        pairs.append((captured(), plain()))
+    assert all(one == other for one, other in pairs)
+    assert pairs[0] == pairs[1]
+    assert len({one for one, _ in pairs}) == 4
+    assert run.progress.step == run.step.taken

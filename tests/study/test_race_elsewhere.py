@@ -99,6 +99,23 @@ def test_games_that_cannot_be_played_any_more_are_missing_in_the_record(finished
         read_outcome(ours, folder)
 
 
+def test_checkpoints_before_the_first_that_played_are_left_out_of_a_record(few_games, tmp_path):
+    ours = make_race(few_games, SMALL, minutes=0.005, grid=(0.1, 0.2))
+    open_race(ours, tmp_path)
+    (contender,) = ours.contenders
+    train(ours, contender, tmp_path)
+    keep_games(ours, contender, tmp_path)
+    lines = (tmp_path / race.GAMES).read_text().splitlines(keepends=True)
+    for played, told in (([0, 1, 2], [0.1, 0.2, 0.3]), ([1, 2], [0.2, 0.3]), ([2], [0.3])):
+        (tmp_path / race.GAMES).write_text("".join(lines[number] for number in played))
+        (raced,) = (one for one in make_record(ours, read_outcome(ours, tmp_path)).curves if one["figure"] == "race")
+        assert [point["at"] for point in raced["points"]] == told
+    for played, late in (([0, 2], 0.2), ([0, 1], 0.3), ([], 0.1)):
+        (tmp_path / race.GAMES).write_text("".join(lines[number] for number in played))
+        with pytest.raises(ConfigError, match=f"at {late} s has played no game"):
+            read_outcome(ours, tmp_path)
+
+
 def test_games_are_spread_over_the_cards_of_a_race(finished):
     ours, folder, _ = finished
     (contender,) = ours.contenders
@@ -106,6 +123,19 @@ def test_games_are_spread_over_the_cards_of_a_race(finished):
     for gpus, devices in ((1, ["cpu"] * 4), (2, ["cuda:0", "cuda:1"] * 2)):
         jobs = race._jobs(dataclasses.replace(ours, games=many, gpus=gpus), folder, contender)
         assert [job.load.args[1] for job in jobs] == devices
+
+
+def test_the_last_checkpoints_play_first(few_games, tmp_path, monkeypatch):
+    ours = make_race(few_games, SMALL, f"{SMALL}:eager:1", count=9, minutes=0.005, grid=(0.1, 0.2))
+    open_race(ours, tmp_path)
+    for contender in ours.contenders:
+        train(ours, contender, tmp_path)
+    given = []
+    monkeypatch.setattr(race, "play_jobs", lambda jobs, **settings: given.extend(jobs) or iter(()))
+    run_race(ours, tmp_path, threads=1, processes=1, timeout=60)
+    whose = [contender.name for contender in ours.contenders for _ in range(2)]  # nine games are two calls of the model
+    order = [(name, at) for at in (0.3, 0.2, 0.1) for name in whose]
+    assert [(job.key["contender"], job.key["at"]) for job in given] == order
 
 
 def test_games_of_an_earlier_training_are_not_taken_for_those_of_a_new_one(finished):

@@ -17,12 +17,13 @@ from ridgeline.data.api import load_dataset
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.presets import find_config
 from ridgeline.records import read_record
+from ridgeline.study import clocked, storage
 from ridgeline.study import search as module
-from ridgeline.study import storage
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
 from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
 
@@ -87,6 +88,19 @@ def test_chosen_values_are_those_of_the_config() -> None:
     assert (decoder.hidden, decoder.norm, decoder.context, config.window.context) == (256, "rmsnorm", 64, 64)
     assert (config.batch, config.optimizer.lr, config.optimizer.floor) == (8, 2e-3, pytest.approx(2e-4))
     assert config.stages == ()  # those of the base are shares of its steps, and a trial goes by the clock
+
+
+def test_heads_follow_the_width_or_are_chosen() -> None:
+    base = find_config("gpt2-c256")
+    space = narrowed(default_space(base, games=False), ["heads=2,3,4", "width=96"])
+    assert space["heads"] == (2, 3, 4)
+    params = {name: values[0] for name, values in space.items()}
+    heads = [configure(base, {**params, "heads": n}, 60.0).model.decoder for n in (2, 3)]
+    assert [(d.heads, d.head_dim, d.groups) for d in heads] == [(2, 48, 2), (3, 32, 3)]
+    with pytest.raises(ConfigError, match="kv_heads=2 does not divide heads=3"):
+        configure(base, {**params, "heads": 3, "kv_heads": 2}, 60.0)
+    with pytest.raises(ConfigError, match="width=48 without heads is no multiple of the base's head width 32"):
+        configure(base, {**{k: v for k, v in params.items() if k != "heads"}, "width": 48}, 60.0)
 
 
 def test_floors_order_candidates_as_their_work_does() -> None:
@@ -177,11 +191,11 @@ def test_target_out_of_reach_is_said(text: Path, tmp_path: Path, capsys: pytest.
 def test_what_cannot_be_fast_enough_is_never_trained(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "train_on_clock", lambda task: pytest.fail("trained"))
-    arguments = options(text, tmp_path / "out")
-    arguments[arguments.index("--least-steps") + 1] = "1000000000"
-    assert main(arguments) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "train_on_clock", lambda task: pytest.fail("trained"))
+        assert main(options(text, tmp_path / "out", "--least-steps", "1000000000")) == 2
     assert "even at its floor" in " ".join(capsys.readouterr().err.split())
+    assert main(options(text, tmp_path / "out")) == 0  # as the sentence says, of other candidates, in the same place
 
 
 @pytest.mark.parametrize(
@@ -191,7 +205,10 @@ def test_what_cannot_be_fast_enough_is_never_trained(
         (["--budget", "soon"], "no time"),
         (["--target", "ko=0.9"], "knockouts are of games"),
         (["--storage", "mysql://"], "cannot be used"),
-        (["--space", "width=17,33"], "width=17 is no multiple of the base's head width 8; width=33 is no multiple"),
+        (
+            ["--space", "width=17,33"],
+            "width=17 without heads is no multiple of the base's head width 8; width=33 without heads",
+        ),
     ],
 )
 def test_bad_input(text: Path, tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,8 +272,15 @@ def test_a_killed_search_goes_on(text: Path, tmp_path: Path, capsys: pytest.Capt
     assert ended.count(cut[0]) == 1  # once more and no second time: the sampler does not begin anew
 
 
-def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> None:
-    """The points that are there already are judged like new ones."""
+def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The points that are there already are judged like new ones; and no candidate's lanes are measured."""
+    lanes = []
+
+    def settle(config: TrainConfig, batches: object) -> tuple[TrainConfig, str]:
+        lanes.append(config.lanes)
+        return config, ""
+
+    monkeypatch.setattr(clocked, "settle_lanes", settle)
     base = resolve(override(find_config(SMALL), {"data": str(text), "device": "cpu"}), load_dataset(str(text)))
     goal = Goal(kind="loss", value=20.0)
     plan = Search(base=base, space=default_space(base, games=False), goal=goal, budget_s=1.0, trial_s=0.5)
@@ -277,6 +301,7 @@ def test_choices_made_before_come_to_the_same(text: Path, tmp_path: Path) -> Non
     first, again = attempts
     assert first.reached is not None
     assert (again.reached, again.path, again._point) == (first.reached, first.path, first._point)
+    assert (base.lanes, lanes) == (0, [1])
 
 
 def test_a_search_in_which_nothing_is_possible_says_why(

@@ -91,6 +91,9 @@ def test_override_reaches_nested_settings_and_leaves_the_rest(config, change):
     [
         ({"batsch": 3}, "unknown setting 'batsch'; did you mean batch"),
         ({"model": {"decoder": {"widht": 3}}}, r"unknown setting 'widht'; did you mean width.*\(in model.decoder\)"),
+        ({"lr": 3}, r"unknown setting 'lr'; did you mean optimizer.lr\?$"),
+        ({"model": {"kv_heads": 3}}, r"'kv_heads'; did you mean model.decoder.kv_heads\? \(in model\)"),
+        ({"qq": 3}, "unknown setting 'qq'; known: accumulation, batch"),
         ({"batch": "many"}, "batch must be a whole number, got 'many'"),
         ({"batch": 2.5}, "batch must be a whole number, got 2.5"),
         ({"batch": True}, "batch must be a whole number, got True"),

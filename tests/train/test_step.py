@@ -176,11 +176,12 @@ def test_compile_without_a_compiler_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-def test_compiled_with_a_cpp_compiler():
+@pytest.mark.parametrize("mode", ["default", "max-autotune"])
+def test_compiled_with_a_cpp_compiler(mode):
     if shutil.which("g++") is None:
         pytest.skip("needs the C++ compiler g++")
     one, other = language_model(layers=1), language_model(layers=1)
-    plain, compiled = torch_step(one), torch_step(other, compile="default")
+    plain, compiled = torch_step(one), torch_step(other, compile=mode)
     for seed in range(4):
         plain(batch(seed))
         compiled(batch(seed))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ridgeline.bench.ratios import SUBJECT, over_pytorch
+from ridgeline.bench.ratios import SUBJECT, deciding, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record, WorkloadInfo, read_record
 
@@ -39,7 +39,7 @@ class Goal:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A goal against the newest record that can decide it.
+    """A goal against the newest record that can decide it (`deciding`).
 
     Attributes:
         goal: the goal.
@@ -93,9 +93,9 @@ def find_records(folder: str | Path, kinds: Sequence[str] = ("bench",)) -> list[
 
 
 def judge(goal: Goal, records: Sequence[Record]) -> Verdict:
-    """The verdict of the newest record in which `best` and a PyTorch contender of its group both finished."""
-    for record in records:
-        found = over_pytorch(record) if goal.fits(record) else None
+    """The verdict of the newest record in which `best` took turns with the fastest PyTorch contender there is."""
+    for record in deciding([record for record in records if goal.fits(record)]):
+        found = over_pytorch(record)
         if found is not None:
             ours, other = record.result(SUBJECT, found.group), record.result(found.over, found.group)
             return Verdict(goal=goal, record=record, ours=ours, pytorch=other, ratio=found.value, noise=found.noise)

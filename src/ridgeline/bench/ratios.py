@@ -94,3 +94,26 @@ def over_pytorch(record: Record, name: str = SUBJECT) -> Ratio | None:
     record = record.parts()[0]
     found = [ratio(record, name, other.name, other.group) for other in baselines(record)]
     return min((r for r in found if r is not None), key=lambda r: r.value, default=None)
+
+
+def deciding(records: Sequence[Record]) -> list[Record]:
+    """Of each card, number of cards and workload the newest record that says how `best` stands against PyTorch; newest
+    first.
+
+    That is one in which `best` took turns with the PyTorch contender that is the fastest in any of them: a run without
+    it would flatter `best`.
+
+    Args:
+        records: in any order; those that are no benchmarks, or timed no such pair, decide nothing.
+    """
+    cases: dict[tuple[object, ...], list[tuple[Record, dict[str, float]]]] = {}
+    for record in sorted(records, key=lambda record: record.date, reverse=True):
+        timed = reversed(baselines(record.parts()[0]))  # the fastest last, which a name timed twice keeps
+        rivals = {c.name: c.step_ms or 0.0 for c in timed if ratio(record, SUBJECT, c.name, c.group)}
+        if record.kind == "bench" and rivals:
+            cases.setdefault((record.card, record.gpus, record.workload), []).append((record, rivals))
+    found = []
+    for runs in cases.values():
+        fastest = min((ms, name) for _, rivals in runs for name, ms in rivals.items())[1]
+        found.append(next(record for record, rivals in runs if fastest in rivals))
+    return sorted(found, key=lambda record: record.date, reverse=True)

@@ -65,8 +65,7 @@ class DecoderCache:
         for layer, block in enumerate(self.decoder.blocks):
             assert isinstance(block, Block)
             mixed_BC = self._attend(block.attention, layer, block.norm_1(x_BC), distance_T, future_T)
-            x_BC = x_BC + block.attention.out(mixed_BC)
-            x_BC = x_BC + block.mlp(block.norm_2(x_BC), None)
+            x_BC = block.behind(mixed_BC, x_BC)
         self.position += 1
         return self.decoder.norm(x_BC)
 

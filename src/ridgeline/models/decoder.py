@@ -98,6 +98,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
+        return self.dropout(self.out(self.mix(x_BTC, dropout)), dropout)
+
+    def mix(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
+        """What the heads take from the positions before, side by side: (B, T, H·D)."""
         q_BTHD, k_BTGD, v_BTGD = self.split(self.qkv(x_BTC))
         p = self.config.dropout if self.training else 0.0
         scale = 1.0 / math.sqrt(self.config.head_dim)
@@ -108,7 +112,7 @@ class Attention(nn.Module):
             mixed_BTHD = attention_reference(
                 q_BTHD, k_BTGD, v_BTGD, table_RD, scale=scale, p=p, dropout=dropout, site=self.site
             )
-        return self.dropout(self.out(mixed_BTHD.flatten(2)), dropout)
+        return mixed_BTHD.flatten(2)
 
 
 def _sdpa(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, scale: float, p: float) -> Tensor:
@@ -155,6 +159,16 @@ class Block(nn.Module):
         x_BTC = x_BTC + self.attention(self.norm_1(x_BTC), dropout)
         return x_BTC + self.mlp(self.norm_2(x_BTC), dropout)
 
+    def behind(self, mixed_BN: Tensor, x_BC: Tensor) -> Tensor:
+        """The rest of a block without dropout for single positions.
+
+        Args:
+            mixed_BN: what their heads took from the positions before.
+            x_BC: what the block is given there.
+        """
+        x_BC = x_BC + self.attention.out(mixed_BN)
+        return x_BC + self.mlp(self.norm_2(x_BC), None)
+
 
 class Decoder(nn.Module):
     """Positions, dropout, blocks, final norm: (B, T, C) → (B, T, C).
@@ -196,12 +210,34 @@ class Decoder(nn.Module):
         return state
 
     def forward(self, x_BTC: Tensor, dropout: DropoutState | None = None) -> Tensor:
+        return self.transform(self._placed(x_BTC), dropout)
+
+    def _placed(self, x_BTC: Tensor) -> Tensor:
+        """An input with its positions added."""
         T = x_BTC.shape[1]
         if self.config.context < T:
             raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
-        if self.positions is not None:
-            x_BTC = x_BTC + self.positions[:T].to(x_BTC.dtype)
-        return self.transform(x_BTC, dropout)
+        return x_BTC if self.positions is None else x_BTC + self.positions[:T].to(x_BTC.dtype)
+
+    def state_at(self, x_BTC: Tensor, at_B: Tensor) -> Tensor:
+        """What `forward` gives at one position of each sequence: (B, C).
+
+        In evaluation plain PyTorch computes what is behind the last block's attention there alone.
+
+        Args:
+            x_BTC: the sequences.
+            at_B: int64[B], the positions.
+        """
+        rows_B = torch.arange(len(at_B), device=at_B.device)
+        if self.training or self.impl not in ("reference", "torch"):
+            return self(x_BTC)[rows_B, at_B]  # type: ignore[no-any-return]
+        x_BTC = self._placed(x_BTC)
+        for block in self.blocks[:-1]:
+            x_BTC = block(x_BTC, None)
+        last = self.blocks[-1]
+        assert isinstance(last, Block)
+        mixed_BTN = last.attention.mix(last.norm_1(x_BTC), None)
+        return self.norm(last.behind(mixed_BTN[rows_B, at_B], x_BTC[rows_B, at_B]))  # type: ignore[no-any-return]
 
     def transform(self, x_BTC: Tensor, dropout: DropoutState | None = None) -> Tensor:
         """`forward` for an input that holds its positions already."""

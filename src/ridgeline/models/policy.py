@@ -135,7 +135,7 @@ class ControllerPolicy(nn.Module):
 
     def state_at(self, batch: dict[str, Tensor], at_B: Tensor) -> Tensor:
         """The decoder's state (B, C) at position `at_B` of each window."""
-        return self.trunk(batch)[torch.arange(len(at_B), device=at_B.device), at_B]
+        return self.decoder.state_at(self.input(self.inputs(batch)), at_B)
 
     def noise(self, batch: int, temperature: float, generator: Chance | None = None) -> Tensor | None:
         """What `choose` needs of chance: exponential numbers (B, classes of all heads); None at temperature 0.

@@ -15,7 +15,7 @@ from pathlib import Path
 from ridgeline.bench.explain_view import amount
 from ridgeline.bench.goals import find_records, judge, read_goals
 from ridgeline.bench.layers import PHASES
-from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch
+from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, deciding, gain, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles, engines, played, studied
@@ -36,16 +36,8 @@ _BLOCK = re.compile(r"(<!-- from records: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", 
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
-    """The newest record of each workload on each card that timed `best` and a PyTorch contender in one group.
-
-    Args:
-        records: newest first.
-    """
-    found: dict[tuple[object, ...], Record] = {}
-    for record in records:
-        if record.workload is not None and record.gpus <= 1 and over_pytorch(record) is not None:
-            found.setdefault((record.card, record.workload), record)
-    return list(found.values())
+    """The record that decides each workload on one card of each kind, newest first."""
+    return [record for record in deciding(records) if record.workload is not None and record.gpus <= 1]
 
 
 def _result(record: Record, name: str, group: int | None = None) -> ContenderResult | None:
@@ -97,18 +89,19 @@ def _where(records: Sequence[Record]) -> str:
     return f"One {cards}, PyTorch {torches}, {span}."
 
 
-def _climbs(records: Sequence[Record]) -> list[Record]:
-    """The records of the first article's workload that climb two rungs or more, newest first."""
-    return [
-        r
-        for r in records
-        if r.gpus <= 1 and r.workload and r.workload.name == LADDER and len(set(rungs_of(r)) - {SUBJECT}) > 1
-    ]
+def _climbs(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """By model, the records on one card that climb two rungs or more, newest first."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record.gpus <= 1 and record.workload is not None and len(set(rungs_of(record)) - {SUBJECT}) > 1:
+            found.setdefault(record.workload.name, []).append(record)
+    return found
 
 
 def _ladder(records: Sequence[Record]) -> Record | None:
-    """The newest climb whose every gain is larger than the spread of its times; without one, the newest."""
-    climbs = _climbs(records)
+    """The newest climb of the first article's model whose every gain is larger than the spread of its times; without
+    one, the newest."""
+    climbs = _climbs(records).get(LADDER, [])
     return next((r for r in climbs if all(map(_told, _gains(r)))), next(iter(climbs), None))
 
 
@@ -169,16 +162,40 @@ def ladder(records: Sequence[Record]) -> str:
 
 def climbed(records: Sequence[Record]) -> str:
     """The rungs in the newest climb, with the spread of their times, where the ladder's table is of an earlier one."""
-    record = next(iter(_climbs(records)), None)
+    record = next(iter(_climbs(records).get(LADDER, [])), None)
     if record is None or record == _ladder(records):
         return "*The table above is of the newest run.*"
+    return _rungs([record])
+
+
+def elsewhere(records: Sequence[Record]) -> str:
+    """The rungs of other models, each in its newest climb."""
+    newest = [runs[0] for name, runs in sorted(_climbs(records).items()) if name != LADDER]
+    return _rungs(newest) if newest else MISSING
+
+
+def _rungs(records: Sequence[Record]) -> str:
+    """The rungs of each record from the lowest up: times with their spread, gain, kernels."""
     rows: list[list[Cell]] = []
-    for result in (r for r in timed(record) if r.name in rungs_of(record)):
-        spread, layer = number(result.spread, ".0%"), (Cell(text=_layer(result, phase, None)) for phase in PHASES)
-        rows.append([words(f"`{result.name}`"), number(result.step_ms, ".4g"), spread, quantity(result.tokens_per_s),
-                     *layer, number(result.mfu, ".0%")])  # fmt: skip
-    headers = ("rung", "ms a step", "spread", "tokens/s", "forward ms a layer", "backward", "MFU")
-    return f"{_where([record])}\n\n{Table(headers=headers, rows=rows).markdown()}"
+    for record in records:
+        before: str | None = None
+        for result in (r for r in timed(record) if r.name in rungs_of(record)):
+            step = gain(record, result.name, before) if before else None
+            rows.append(
+                [
+                    words(f"`{'' if record.workload is None else record.workload.name}`"),
+                    words(f"`{result.name}`"),
+                    number(result.step_ms, ".4g"),
+                    number(result.spread, ".0%"),
+                    Cell(text="–" if step is None else str(step)),
+                    quantity(result.tokens_per_s),
+                    *(Cell(text=_layer(result, phase, None)) for phase in PHASES),
+                    number(result.mfu, ".0%"),
+                ]
+            )
+            before = result.name
+    headers = ("model", "rung", "ms a step", "spread", "gain", "tokens/s", "forward ms a layer", "backward", "MFU")
+    return f"{_where(records)}\n\n{Table(headers=headers, rows=rows).markdown()}"
 
 
 def _layer(result: ContenderResult, phase: str, article: articles.ArticleRung | None) -> str:
@@ -247,10 +264,11 @@ BLOCKS: dict[str, Callable[[Sequence[Record]], str]] = {
     "ladder": ladder,
     "layers": layers,
     "climbed": climbed,
+    "elsewhere": elsewhere,
     "singles": singles,
     "windows": windows,
     "engines": lambda records: _shown(engines.engines(newest(records), records)),
-    "contexts": lambda records: _shown(engines.contexts(newest(records))),
+    "contexts": lambda records: _shown(engines.contexts(records)),
     "scaling": scaling,
     "long-windows": studied.long_windows,
 }

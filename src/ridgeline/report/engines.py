@@ -8,8 +8,7 @@ from ridgeline.bench.peers import PEERS
 from ridgeline.bench.ratios import SUBJECT, over_pytorch, ratio
 from ridgeline.cost import Phase
 from ridgeline.records import ContenderResult, Record, WorkloadInfo
-from ridgeline.report.sections import timed
-from ridgeline.report.sweeps import sweeps
+from ridgeline.report.sweeps import sweeps, swept
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
 MODELS = ("gpt2-c256", "fast-c256")
@@ -70,21 +69,17 @@ def _row(record: Record, result: ContenderResult, first_step_s: float | None) ->
 
 
 def contexts(records: Sequence[Record]) -> Table:
-    """Tokens/s over the context at the same positions a step, and `best` against the best PyTorch.
-
-    Args:
-        records: one of a workload.
-    """
+    """Tokens/s over the context at the same positions a step on one card, and `best` against the best PyTorch."""
     shown = (SUBJECT, *reversed(PYTORCH))
     rows: list[list[Cell]] = []
     for sweep in (sweep for sweep in sweeps(records) if sweep.kind.name == "context"):
-        for record in (records[index] for index in sweep.members.values()):
-            info, over = record.workload, over_pytorch(record)
-            if info is None or over is None:
+        names = swept(sweep, records)
+        for value, index in sweep.members.items():
+            info, over = records[index].workload, over_pytorch(records[index])
+            if info is None or over is None or records[index].gpus > 1:
                 continue
-            found = {r.name: r.tokens_per_s for r in timed(record)}
-            speeds = [quantity(found.get(name)) for name in shown]
+            found = {name: r.tokens_per_s for name, r in sweep.results(value, records).items() if name in names}
             place = [words(f"`{info.name}`"), number(info.context, "d"), number(info.batch, "d")]
-            rows.append([*place, *speeds, Cell(text=str(over))])
+            rows.append([*place, *(quantity(found.get(name)) for name in shown), Cell(text=str(over))])
     headers = ("model", "context", "batch", *(f"`{name}`" for name in shown), "`best` against the best PyTorch")
     return Table(headers=headers, rows=rows).without_empty()

@@ -1,8 +1,10 @@
-"""Names of contenders as a drawing or a table has room for them."""
+"""Names of contenders as a drawing or a table has room for them, and the order of models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+MODELS = ("hal-20m", "hal-5m", "gpt2-c256", "fast-c256", "gpt2-124m")
 
 
 def told_apart(names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -27,3 +29,8 @@ def broken(name: str, letters: int) -> str:
             lines.append("")
         lines[-1] += piece
     return "\n".join(lines)
+
+
+def model_place(name: str) -> int:
+    """Where a model stands among others on a page; those without a place of their own come last."""
+    return MODELS.index(name) if name in MODELS else len(MODELS)

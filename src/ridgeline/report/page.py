@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import ridgeline
+from ridgeline.bench.ratios import SUBJECT
 from ridgeline.errors import ConfigError, require
 from ridgeline.records import Record
 from ridgeline.report import played
+from ridgeline.report.names import model_place
 from ridgeline.report.palette import DARK, LIGHT, variables
 from ridgeline.report.sections import (
     Section,
@@ -35,7 +37,6 @@ from ridgeline.report.sweeps import sweep_section, sweeps
 TEMPLATE = "report.html.j2"
 CONTENTS = 12  # chapters from which the list of contents is closed until it is asked for
 FOLD = 2  # benchmarks of a sweep with more values than this, or of one contender, are closed until they are asked for
-MODELS = ("hal-20m", "hal-5m", "gpt2-c256", "fast-c256", "gpt2-124m")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,8 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
         index
         for sweep in swept
         for index in sweep.members.values()
-        if len(sweep.members) > FOLD or len(timed(records[index])) == 1
+        if set(rungs_of(records[index])) <= {SUBJECT}  # a ladder is never folded
+        and (len(sweep.members) > FOLD or len(timed(records[index])) == 1)
     }
     benchmarks = {
         index: Chapter(
@@ -111,9 +113,14 @@ def _in_order(records: Sequence[Record]) -> list[int]:
         record = records[index]
         info = record.workload
         if info is None:
-            return (0, len(MODELS))
-        model = MODELS.index(info.name) if info.name in MODELS else len(MODELS)
-        return (-len(rungs_of(record)), model, info.precision, -info.batch * info.context, info.context)
+            return (0, model_place(""))
+        return (
+            -len(rungs_of(record)),
+            model_place(info.name),
+            info.precision,
+            -info.batch * info.context,
+            info.context,
+        )
 
     return sorted((i for i, record in enumerate(records) if record.kind == "bench"), key=place)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ridgeline.bench.contenders import is_baseline
 from ridgeline.bench.explain_view import amount
-from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, gain, over_pytorch, ratio
+from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, deciding, gain, over_pytorch, ratio
 from ridgeline.hardware.spec import GIB, TERA
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles
@@ -185,7 +185,7 @@ def _speed(record: Record, index: int) -> Section:
     table = contender_table(record)
     notes = swallowed(table)
     chart = bars(_bars(record), "million tokens/s")
-    lead = "Whole training steps, contenders taking turns; whiskers are the 10th to 90th percentile."
+    lead = "Whole training steps, contenders taking turns; a whisker is as long as their middle 80 %."
     if steps:
         chart = ladder(_bars(record), steps, "million tokens/s", f"article ({articles.LADDER_CARD})")
         lead += " The second panel: what each rung gains over the one before it, here and as published."
@@ -300,11 +300,12 @@ def bench_sections(record: Record, index: int) -> Iterator[Section]:
 def beside_section(records: Sequence[Record]) -> Section | None:
     """hal-5m beside hal-20m in windows/s, as the first article's x2 beside r16; None unless one kind of card has both.
 
-    Each in its newest record on a single card, with a PyTorch contender where there is one. No ratio: they did not take
-    turns in one run.
+    Each in the record on a single card that decides it, without one in its newest. No ratio: they did not take turns in
+    one run.
     """
     newest: dict[str, Record] = {}
-    for record in sorted(records, key=lambda record: (over_pytorch(record) is not None, record.date)):
+    decided = {id(record) for record in deciding(records)}
+    for record in sorted(records, key=lambda record: (id(record) in decided, record.date)):
         info = record.workload
         if record.kind == "bench" and record.gpus <= 1 and info is not None and info.name in ("hal-20m", "hal-5m"):
             newest[info.name] = record
@@ -331,17 +332,12 @@ def beside_section(records: Sequence[Record]) -> Section | None:
     )
 
 
-def _newest(records: Sequence[Record]) -> list[Record]:
-    """Benchmarks that timed `best` beside PyTorch, of each card and workload the newest, in their order."""
-    usable = [record for record in records if record.kind == "bench" and over_pytorch(record) is not None]
-    last = {(r.card, r.gpus, r.workload): r for r in sorted(usable, key=lambda record: record.date)}
-    return [record for record in usable if last[record.card, record.gpus, record.workload] is record]
-
-
 def overview_section(records: Sequence[Record]) -> Section | None:
-    """`best` against the best PyTorch for every workload, each ratio of its newest run; None where not two."""
+    """`best` against the best PyTorch for every workload, each ratio of the newest run that decides it; None where not
+    two."""
     labels, values, texts, rows = [], [], [], []
-    for record in _newest(records):
+    decided = {id(record) for record in deciding(records)}
+    for record in (record for record in records if id(record) in decided):
         found = over_pytorch(record)
         mine = None if found is None else record.result(SUBJECT, found.group)
         theirs = None if found is None else record.result(found.over, found.group)

@@ -160,7 +160,7 @@ def divergence(records: Sequence[Record]) -> str:
         [
             words(f"`{row['way']}`"),
             number(row["steps"], ",d"),
-            number(row["loss_of_the_last_100_steps"], ".3f"),
+            number(row["loss_of_the_last_100_steps"], ".4f"),
             number(row["largest_norm"], ".3g"),
             number(row["largest_norm_after_step_100"], ".3g"),
             number(row["first_step_that_is_not_finite"], "d"),

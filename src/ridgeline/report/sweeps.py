@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ridgeline.bench.explain_view import amount
-from ridgeline.bench.ratios import over_pytorch
-from ridgeline.records import Record, WorkloadInfo
+from ridgeline.bench.ratios import deciding
+from ridgeline.records import ContenderResult, Record, WorkloadInfo
 from ridgeline.report.draw import Line, lines
+from ridgeline.report.names import model_place
 from ridgeline.report.sections import Section, timed
 from ridgeline.report.table import Cell, Table, words
 
@@ -70,18 +71,36 @@ KINDS = (
 
 @dataclass
 class Sweep:
-    """Benchmarks of one model, card and precision; `members` maps a value to the index of its newest record, of those
-    that timed PyTorch beside `best` where there are any."""
+    """Benchmarks of one model, card and precision.
+
+    Attributes:
+        kind: what they differ in.
+        place: of the model among others.
+        title: of their section.
+        runs: by value, the indices of the records there: first the one that decides how `best` stands against PyTorch,
+            where there is none the newest, then the others, newest first.
+    """
 
     kind: Kind
+    place: int
     title: str
-    members: dict[int, int] = field(default_factory=dict)
+    runs: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def members(self) -> dict[int, int]:
+        """The index of each value's first record."""
+        return {value: indices[0] for value, indices in self.runs.items()}
+
+    def results(self, value: int, records: Sequence[Record]) -> dict[str, ContenderResult]:
+        """Who was timed at a value, in its first record or else in the newest that timed it."""
+        return {r.name: r for index in reversed(self.runs[value]) for r in timed(records[index])}
 
 
 def sweeps(records: Sequence[Record]) -> list[Sweep]:
-    """Every sweep in which a contender was timed at two values or more, contexts first."""
+    """Every sweep in which a contender was timed at two values or more: contexts first, then by the model."""
     found: dict[tuple[object, ...], Sweep] = {}
-    order = sorted(range(len(records)), key=lambda i: (over_pytorch(records[i]) is not None, records[i].date))
+    decided = {id(record) for record in deciding(records)}
+    order = sorted(range(len(records)), key=lambda i: (id(records[i]) in decided, records[i].date), reverse=True)
     for kind in KINDS:
         for index in order:
             record, info = records[index], records[index].workload
@@ -89,24 +108,26 @@ def sweeps(records: Sequence[Record]) -> list[Sweep]:
                 continue
             key = (kind.name, record.card, info.name, info.precision, *kind.same(record, info))
             cards = f", {record.gpus} cards" if record.gpus > 1 and kind.name != "cards" else ""
-            sweep = found.setdefault(key, Sweep(kind, f"{info.name}, {kind.title(info)}, {info.precision}{cards}"))
-            sweep.members[kind.value(record, info)] = index
-    whole = [replace(sweep, members=dict(sorted(sweep.members.items()))) for sweep in found.values()]
-    return [sweep for sweep in whole if _swept(sweep, records)]
+            title = f"{info.name}, {kind.title(info)}, {info.precision}{cards}"
+            sweep = found.setdefault(key, Sweep(kind, model_place(info.name), title))
+            sweep.runs.setdefault(kind.value(record, info), []).append(index)
+    in_order = sorted(found.values(), key=lambda sweep: (KINDS.index(sweep.kind), sweep.place, sweep.title))
+    whole = [replace(sweep, runs=dict(sorted(sweep.runs.items()))) for sweep in in_order]
+    return [sweep for sweep in whole if swept(sweep, records)]
 
 
-def _swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
+def swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     """The contenders that were timed at two values or more: the others are no sweep, and stand with their record."""
-    times = Counter(result.name for index in sweep.members.values() for result in timed(records[index]))
+    times = Counter(name for value in sweep.runs for name in sweep.results(value, records))
     return [name for name, count in times.items() if count > 1]
 
 
 def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Section:
     """Tokens/s over what the sweep's records differ in."""
-    values = sorted(sweep.members)
-    by_value = {value: {r.name: r for r in timed(records[sweep.members[value]])} for value in values}
+    values = list(sweep.runs)
+    by_value = {value: sweep.results(value, records) for value in values}
     drawn, rows = [], []
-    for name in _swept(sweep, records):
+    for name in swept(sweep, records):
         here = {value: results[name] for value, results in by_value.items() if name in results}
         speeds = {value: (result.tokens_per_s or 0.0) / 1e6 for value, result in here.items()}
         half = {value: (result.spread or 0.0) / 2 for value, result in here.items()}

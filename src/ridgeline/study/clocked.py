@@ -1,12 +1,13 @@
 """Training on a clock: one contender trains for so many seconds and leaves a checkpoint at each time of a grid.
 
-The clock counts training alone. It stands still while the step is prepared (compilation and capture, whose seconds are
-noted apart), during validation, and while a checkpoint is written. The learning rate follows the clock, so a contender
-ends its schedule with the race however many steps it took.
+The clock counts training alone. It stands still while the step is prepared (one lane measured against two, compilation
+and capture, whose seconds are noted apart), during validation, and while a checkpoint is written. The learning rate
+follows the clock, so a contender ends its schedule with the race however many steps it took.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -31,9 +32,10 @@ from ridgeline.study.circumstances import machine
 from ridgeline.study.contenders import device_of
 from ridgeline.study.folder import claimed, write_whole
 from ridgeline.train import state
-from ridgeline.train.config import TrainConfig
+from ridgeline.train.config import TrainConfig, engine_called
 from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.guards import writing
+from ridgeline.train.lanes import settle_lanes
 from ridgeline.train.settings import from_dict
 from ridgeline.train.validate import Evaluation
 
@@ -59,7 +61,8 @@ class Point:
         tokens: positions learned from.
         train_loss: of the last step, nats; None before the first.
         val_loss: over the held-out games, nats.
-        setup_s: seconds until the first step could be taken: imports not counted, compilation and capture counted.
+        setup_s: seconds until the first step could be taken: imports not counted, compilation, capture and the
+            measurement of lanes counted.
         checkpoint: checksum of the checkpoint's tensors.
     """
 
@@ -108,13 +111,16 @@ def train_on_clock(task: Task, ready: Callable[[], object] = lambda: None) -> Ge
     with writing(folder):
         folder.mkdir(exist_ok=True)
     with claimed(folder, ORPHAN_SECONDS), enough_memory("lower the contender's batch"):
-        run = _Clocked(from_dict(task.settings), folder)
         done = read_points(folder)
+        begin = folder / checkpoint_name(done[-1].at if done else 0.0)
+        config = from_dict(task.settings)
+        run = _Clocked(_as_begun(config, begin) if done else config, folder)
         if not done:
             state.write_config(folder, run.config)
             yield run.leave(0.0)
-        run.prepare(folder / checkpoint_name(done[-1].at if done else 0.0))
-        _append(folder / MACHINES, json.dumps({"from": round(run.progress.seconds, 3), **machine(run.config)}))
+        run.prepare(begin)
+        told = {"from": round(run.progress.seconds, 3), "lanes": run.lanes, **machine(run.config)}
+        _append(folder / MACHINES, json.dumps(told))
         ready()
         try:
             for at in task.grid[len(done) or 1 :]:
@@ -124,6 +130,12 @@ def train_on_clock(task: Task, ready: Callable[[], object] = lambda: None) -> Ge
                 yield run.leave(at)
         except DivergedError as error:
             write_whole(folder / FAILURE, f"{error}\n")
+
+
+def _as_begun(config: TrainConfig, begin: Path) -> TrainConfig:
+    """A config with the number of lanes that the training of a checkpoint began with."""
+    lanes = state.config_of(checkpoint.load(begin)).lanes
+    return config if config.lanes else dataclasses.replace(config, lanes=lanes or engine_called(config.engine).lanes)
 
 
 def checkpoint_name(at: float) -> str:
@@ -154,7 +166,8 @@ def read_points(folder: Path) -> list[Point]:
 def read_machines(folder: Path) -> list[dict[str, Any]]:
     """Where a contender was trained: a line each time that its training began or went on.
 
-    Each has "from", the seconds of training before it, and what `ridgeline.study.circumstances.machine` says.
+    Each has "from", the seconds of training before it, "lanes", their number and how it came about, and what
+    `ridgeline.study.circumstances.machine` says.
 
     Raises:
         RidgelineError: the file is damaged.
@@ -189,19 +202,20 @@ class _Clocked:
     """One contender in this process."""
 
     def __init__(self, config: TrainConfig, folder: Path) -> None:
-        self.config, self.folder = config, folder
-        self.device = device_of(config)
+        self.folder, self.device = folder, device_of(config)
         self.data = load_dataset(config.data)
-        torch.manual_seed(config.seed)
-        self.model = build_model(config)
-        self.step = make_step(self.model, config)
         self.batches = Batches(self.data, config.window, batch=config.batch, seed=config.seed)
+        started = time.perf_counter()
+        self.config, self.lanes = settle_lanes(config, self.batches)
+        self.setup_s = time.perf_counter() - started
+        torch.manual_seed(config.seed)
+        self.model = build_model(self.config)
+        self.step = make_step(self.model, self.config)
         self.resident = _resident(self.batches, self.device)
         self._seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)  # for a step that does not count
         validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
         self.evaluation = Evaluation(self.step, validation, self.device, config.eval_windows, capture=False)
         self.progress = state.Progress()
-        self.setup_s = 0.0
         self._looked = 0.0
 
     def prepare(self, begin: Path) -> None:
@@ -210,7 +224,7 @@ class _Clocked:
         for _ in range(WARM_UP):
             self._learn()
         self._wait()
-        self.setup_s = time.perf_counter() - started
+        self.setup_s += time.perf_counter() - started
         self.progress = state.restore(checkpoint.load(begin), self.config, self.model, self.step, self.batches)
 
     def advance(self, until: float, total: float) -> None:

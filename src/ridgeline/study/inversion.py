@@ -46,10 +46,12 @@ def inversion(a: Workload, b: Workload, device: torch.device, plan: Plan, told: 
     """Benchmark both models.
 
     Raises:
-        ConfigError: batch or context differ, so that tokens a second could not be compared.
+        ConfigError: they are one, or batch or context differ, so that tokens a second could not be compared.
         RidgelineError: one of the four could not be timed; says why.
     """
-    if (a.batch, a.context, a.precision) != (b.batch, b.context, b.precision) or a.name == b.name:
+    if a.name == b.name:
+        raise ConfigError(f"the eager inversion compares two models, got {a.name} twice; name another")
+    if (a.batch, a.context, a.precision) != (b.batch, b.context, b.precision):
         raise ConfigError("the eager inversion compares two models at one batch, context and precision; set them alike")
     found: dict[str, list[ContenderResult]] = {}
     records = []

@@ -1,8 +1,9 @@
 """The race: contenders train for the same time on the same data and are judged by playing games on the way.
 
 A race has two parts. First each contender trains alone on its device, by the clock (`ridgeline.study.clocked`), and
-leaves checkpoints; with several cards as many train at the same time. Then all games of all checkpoints are played, in
-processes that have the machine to themselves. So no game ever slows a training down, and the other way round.
+leaves checkpoints; with several cards as many train at the same time. Then all games of all checkpoints are played, of
+the last ones first, in processes that have the machine to themselves. So no game ever slows a training down, and the
+other way round.
 
     RACE/race.json                 what is raced
     RACE/CONTENDER/config.toml     see ridgeline.train.state
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -213,22 +214,29 @@ def run_race(
 def read_outcome(race: Race, folder: Path) -> Outcome:
     """What a race's folder holds, though games may be missing that cannot be played any more.
 
+    Checkpoints before the first one that played are left out, as if they were not in the grid.
+
     Raises:
-        ConfigError: a checkpoint has played none of its games.
+        ConfigError: a later checkpoint has played none of its games.
         RidgelineError: the folder is damaged.
     """
     ledger, games = Ledger(folder / GAMES), []
+    idle: dict[str, list[float]] = {}
     for contender in race.contenders:
         found: dict[float, list[Played]] = {}
         for job in _jobs(race, folder, contender):
             there = ledger.find(job.key, job.level, job.seeds)
             at = job.key["at"]
             found.setdefault(at, []).extend(Played(contender.name, at, result) for result in there.values())
-        for at, played in found.items():
-            if not played:
+        idle[contender.name] = [at for at, played in found.items() if not played]
+        first = min((at for at, played in found.items() if played), default=0.0)
+        for at in idle[contender.name]:
+            if at > first:
                 raise ConfigError(f"{contender.name} at {at:g} s has played no game; let it play, or leave it out")
-            games += played
-    return _outcome(race, folder, games)
+        games += [game for played in found.values() for game in played]
+    outcome = _outcome(race, folder, games)
+    points = {name: [point for point in path if point.at not in idle[name]] for name, path in outcome.points.items()}
+    return replace(outcome, points=points)
 
 
 def _outcome(race: Race, folder: Path, games: Sequence[Played]) -> Outcome:
@@ -315,6 +323,7 @@ def _play(
 ) -> list[Played]:
     """All games; those that an earlier call finished are taken from the file."""
     jobs = [job for contender in race.contenders for job in _jobs(race, folder, contender)]
+    jobs.sort(key=lambda job: -job.key["at"])  # where games are cut off, the end of the race is whole
     played = []
     total = sum(len(job.seeds) for job in jobs)
     report(0, total)

@@ -34,7 +34,7 @@ from ridgeline.study.folder import LOCK, claimed, is_foreign
 from ridgeline.study.space import Range, Space, configure
 from ridgeline.study.storage import opened, requeue, storage_errors, where
 from ridgeline.study.trials import Goal, Trial, best_of, trials_of
-from ridgeline.train.config import TrainConfig
+from ridgeline.train.config import TrainConfig, engine_called
 from ridgeline.train.guards import writing
 from ridgeline.train.settings import to_dict
 
@@ -130,14 +130,15 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with claimed(folder), storage_errors(plan.storage or folder / DATABASE):
+        machine = this_machine(plan.base)
+        possible = _possible(plan, machine)  # before anything is stored: the next attempt is of another space
         study = opened(plan.storage or f"sqlite:///{(folder / DATABASE).resolve()}", plan.plan())
         study.pruner = optuna.pruners.MedianPruner(n_startup_trials=4, n_warmup_steps=POINTS // 3)
         requeue(study, folder)
         so_far = study.get_trials(deepcopy=False)
         seed = (plan.seed + len(so_far)) % SEEDS  # of its own for each call: with the first's it would draw the same
         study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=6)
-        machine = this_machine(plan.base)
-        possible, chance = _possible(plan, machine), random.Random(seed)
+        chance = random.Random(seed)
         spent = time.monotonic() - began + sum(float(t.user_attrs.get("wall_s", 0.0)) for t in so_far)
         refusals = 0
         while refusals < REFUSALS and _time_for_another(plan, trials_of(study), spent):
@@ -275,7 +276,8 @@ class _Attempt:
         for old in read_points(place):  # those of a trial that was cut off, or of the same choices before
             if old.steps and self._reaches(old, old.val_loss):
                 return False
-        task = Task(to_dict(config), str(place), self.plan.grid, torch.get_num_threads())
+        lanes = config.lanes or engine_called(config.engine).lanes  # to measure them would cost every candidate seconds
+        task = Task({**to_dict(config), "lanes": lanes}, str(place), self.plan.grid, torch.get_num_threads())
         with contextlib.closing(train_on_clock(task)) as points:
             for point in points:
                 if point is not None and point.steps and self._judge(point, place):

@@ -25,7 +25,8 @@ Space = dict[str, tuple[Value, ...] | Range]
 WORDS = {"norm": ("layernorm", "rmsnorm"), "kv_heads": (ALL,)}  # besides whole numbers
 SETTINGS = {
     "layers": "blocks",
-    "width": "of the residual stream, a multiple of the base's head width",
+    "width": "of the residual stream, a multiple of the base's head width where heads are not given",
+    "heads": "query heads; without them as many of the base's head width as the width holds",
     "kv_heads": f'key/value heads: "{ALL}" or a number',
     "mlp_ratio": "hidden width of the MLP over the width",
     "norm": "layernorm or rmsnorm",
@@ -68,7 +69,7 @@ def narrowed(space: Space, words: Sequence[str]) -> Space:
         name, _, text = word.partition("=")
         if name not in SETTINGS:
             raise ConfigError(nearest(name, SETTINGS, "setting of a search"))
-        if name not in space:
+        if name == "stride" and name not in space:
             raise ConfigError(f"{name} is for games only; leave it out")
         values = [value for value in text.split(",") if value]
         if not values:
@@ -85,9 +86,9 @@ def configure(base: TrainConfig, params: Mapping[str, Any], seconds: float) -> T
     """
     decoder = base.model.decoder
     width, head = int(params["width"]), decoder.head_dim
-    if width % head:
-        raise ConfigError(f"width={width} is no multiple of the base's head width {head}")
-    heads = width // head
+    if "heads" not in params and width % head:
+        raise ConfigError(f"width={width} without heads is no multiple of the base's head width {head}")
+    heads = int(params.get("heads", width // head))
     kv_heads = heads if params["kv_heads"] == ALL else int(params["kv_heads"])
     context, lr = int(params["context"]), float(params["lr"])
     chosen = dataclasses.replace(

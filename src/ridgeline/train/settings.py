@@ -6,10 +6,11 @@ TOML has no null: a setting that is None is written as the string "none", so tha
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +43,7 @@ def override(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """
     if any(values.get(stop) not in (None, NONE) for stop in STOPS):
         values = {**dict.fromkeys(STOPS), **values}
-    return _override(config, values, "")
+    return _override(config, values, "", [*_paths(config)])
 
 
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,16 +93,35 @@ def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # numbers, booleans and strings are written alike in both
 
 
-def _override(config: T, values: Mapping[str, Any], path: str) -> T:
+def _override(config: T, values: Mapping[str, Any], path: str, everywhere: list[str]) -> T:
     kinds = typing.get_type_hints(type(config))
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     changes = {}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{nearest(key, known, 'setting')}{f' (in {path})' if path else ''}")
+            raise ConfigError(f"{_unknown(key, known, everywhere)}{f' (in {path})' if path else ''}")
         current, where = getattr(config, key), f"{path}.{key}" if path else key
         if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
-            changes[key] = _override(current, value, where)
+            changes[key] = _override(current, value, where, everywhere)
         else:
             changes[key] = convert(kinds[key], value, where)
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+
+
+def _paths(config: object, path: str = "") -> Iterator[str]:
+    """Every setting of a config as a dotted path."""
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _paths(value, f"{path}{field.name}.")
+        else:
+            yield f"{path}{field.name}"
+
+
+def _unknown(key: str, known: list[str], everywhere: list[str]) -> str:
+    """The sentence for a setting that is not there, which may be one of another place: lr is optimizer.lr."""
+    names = {path.rpartition(".")[2]: path for path in everywhere} | {name: name for name in known}
+    close = [key] if key in names else difflib.get_close_matches(key, names, n=3, cutoff=0.6)
+    if not close:
+        return nearest(key, known, "setting")
+    return f"unknown setting {key!r}; did you mean {' or '.join(names[name] for name in close)}?"
