@@ -230,7 +230,10 @@ def cut(folder):
         (flip_a_byte, "is corrupt .*use another checkpoint"),
         (cut, "is corrupt .*use another checkpoint"),
         (lambda folder: next(folder.glob("*.safetensors")).unlink(), "cannot be read .*use another checkpoint"),
-        (lambda folder: (folder / checkpoint.HEADER).write_text("{"), "cannot be read .*use another checkpoint"),
+        *(
+            (lambda folder, text=text: (folder / checkpoint.HEADER).write_text(text), "cannot be read .*use another")
+            for text in ("{", 200_000 * "[")
+        ),
         (lambda folder: (folder / checkpoint.HEADER).unlink(), "holds no checkpoint .*give another folder"),
         (lambda folder: edit_header(folder, format="other"), "is not a ridgeline checkpoint"),
         (lambda folder: (folder / checkpoint.HEADER).write_text("[]"), "is not a ridgeline checkpoint"),

@@ -39,7 +39,7 @@ from ridgeline.ops.inputs import InputColumns, input_layer
 from ridgeline.ops.linear import Masks, doubles, gemm, linear, wgrad
 from ridgeline.ops.linear.products import aligned_empty, slope_empty
 from ridgeline.ops.linear.reduce import Job
-from ridgeline.ops.mlp import Mlp, Norm, mlp_half, norm_project, project_join
+from ridgeline.ops.mlp import Mlp, Norm, kernels, many, mlp_half, norm_project, project_join
 from ridgeline.ops.norm import norm, residual_norm
 from ridgeline.ops.policy_heads import HeadWeights, policy_heads
 from ridgeline.optim import OptimizerConfig
@@ -90,13 +90,21 @@ def planted():
     torch.cuda.synchronize()
 
 
+ORDERS = {
+    "racecheck": ("by_one_lane", "by_each_lane", "by_arrive", "by_sync"),
+    "synccheck": ("each_phase_waited_for", "one_phase_waited_for"),
+    "initcheck": ("write_by_threads read_of_threads", "write_by_copy_engine read_of_copy_engine"),
+}
+
+
 @case
 def orders():
-    """Rights that a tool may take for mistakes."""
-    for name in ("by_one_lane", "by_each_lane", "by_arrive", "by_sync"):
-        x = torch.arange(64.0).cuda()
-        cuda.load(FOLDER / "sanitize_orders.cu").kernel(name, "P").launch((1,), 64, 0, (x,))
-        assert (x.cpu()[32:] == -torch.arange(32.0)).all(), name
+    """Rights that the tool at hand may take for mistakes."""
+    for names in ORDERS.get(TOOL, ()):
+        x = torch.empty(64, device="cuda") if TOOL == "initcheck" else torch.arange(64.0).cuda()
+        for name in names.split():
+            cuda.load(FOLDER / "sanitize_orders.cu").kernel(name, "P").launch((1,), 64, 0, (x,))
+        assert (x.cpu()[32:] == -torch.arange(32.0)).all(), names
 
 
 def attend(name, B, T, H, G, D, rows=0, p=0.0, dtype=None):
@@ -177,6 +185,24 @@ def project_rows():
     differentiate(joined, [x, weight, bias, residual, *norm[2:]])
     r, weight, bias = draw(N, C), draw(K, C, scale=C**-0.5), draw(K)
     differentiate(norm_project(r, norm, weight, bias, impl=impl("cuda")), [r, *norm[2:], weight, bias])
+
+
+@case
+def project_many():
+    if DEVICE == "cpu":
+        return
+    N, K, C = 700, 200, 256
+    vector, matrix = lambda: draw(C).detach(), lambda *shape: draw(*shape).detach()
+    empty = lambda *shape: torch.zeros(shape).cuda()
+    r, h, mean, rstd = matrix(N, C), matrix(N, C), empty(N), empty(N)
+    join = kernels.Join("layernorm", 1e-5, vector(), vector(), vector(), matrix(N, C), r, h, mean, rstd, None)
+    many.project_many_forward_raw(matrix(N, K), matrix(C, K), join)
+    partials = empty(many.blocks(N, r.device), 2 * C)
+    gradient = kernels.JoinGradient(
+        "layernorm", vector(), r, mean, rstd, matrix(N, C), matrix(N, C), None, partials, True, False, None
+    )
+    many.project_many_backward_raw(matrix(N, K), matrix(K, C), gradient)
+    assert torch.isfinite(gradient.dr_NC.cpu()).all()
 
 
 @case

@@ -8,7 +8,8 @@ article's recipe), boxing (recipes on Boxing's demonstrations); with divergence 
 contender's runs are one process, so what it needs is compiled once; recipe:6 trains six contenders at a time.
 `time` first finishes what was cut off; of what is still not whole, the seeds that all contenders have make the record.
 Then it times a step of every contender on the first card, which nothing else may use by then, and writes the records.
-Further jobs of `time`: inversion and search, on the last card. `all` is both: it says "alone from now on" in between.
+Further jobs of `time`, on the last card: inversion, search, and confirm (what the search found soonest against the
+preset, three seeds). `all` is both: it says "alone from now on" in between.
 
 Runs are kept in $STUDIES between two calls, and come back in $OUT/runs.tgz whatever happens; a later call takes them
 from there where RUNS names such a file. SECONDS ends it. A rehearsal on a CPU: REHEARSAL="--steps 4 --eval-interval 2
@@ -34,8 +35,9 @@ OUT = Path(os.environ.get("OUT", "out"))
 GO = HOME / "go"
 REHEARSAL, TINY = os.environ.get("REHEARSAL", "").split(), os.environ.get("TINY", "")
 STARTED: list = []
-CLOCK_S, RECORD_S, ALONE_S = 12, 9, {"inversion": 55, "search": 62}  # kept for what is timed, and for its records
-FAST, TARGET, SEEDS = "shakespeare-fast", 1.4697, 3
+CLOCK_S, RECORD_S = 12, 9  # kept for what is timed, and for its records
+ALONE_S = {"inversion": 55, "search": 62, "confirm": 34}
+FAST, TARGET, SEEDS, TRIAL_S = "shakespeare-fast", 1.4697, 3, 1.8
 KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt")
 RECIPES = (
     "optimizer.algorithm=adamw+optimizer.lr=2e-3+steps=2400",
@@ -68,24 +70,11 @@ COMPARISONS = {  # by name: contenders, and what is asked
 }
 ALONE = {
     "inversion": ["inversion", "fast-c256", "gpt2-c256"],
-    # sizes whose kernels the comparisons have compiled
-    "search": [
-        "search",
-        "--base",
-        "gpt2-c256",
-        "--target",
-        "loss=1.6",
-        "--budget",
-        "55s",
-        "--trial",
-        "3s",
-        "--space",
-        "layers=2,3,4,6",
-        "width=256",
-        "context=256",
-        "batch=16,32,64",
-        "lr=1e-3:8e-3",
-    ],
+    # the preset's recipe and target; is there a size that is there sooner?
+    "search": (
+        f"search --base {FAST} --target loss={TARGET} --eval-windows 0 --budget 55s --trial {TRIAL_S}s --space "
+        "layers=2,3,4,6 width=256 context=256 kv_heads=all,1 mlp_ratio=2,4 norm=layernorm batch=16,32,64 lr=2e-3:8e-3"
+    ).split(),
 }
 
 
@@ -232,15 +221,36 @@ def seeds_of(name):
     return min(sum(any(home.glob(f"lr-*-seed-{seed}/result.json")) for seed in range(plan.seeds)) for home in homes)
 
 
+def confirmed():
+    """`ridgeline study compare` of the preset and what the search found soonest, as long in steps as a trial was."""
+    trials = next(
+        curve["rows"]
+        for curve in json.loads((HOME / "search" / "record.json").read_text())["curves"]
+        if curve.get("rows") and "params" in curve["rows"][0]
+    )
+    found = min((trial for trial in trials if trial["seconds"]), key=lambda trial: trial["crossing"])
+    chosen = found["params"]
+    steps = round(found["tokens_per_s"] * TRIAL_S / (chosen["batch"] * chosen["context"]))
+    kv_heads = "none" if chosen["kv_heads"] == "all" else chosen["kv_heads"]
+    sizes = f"layers={chosen['layers']}+kv_heads={kv_heads}+mlp_width={chosen['mlp_ratio'] * chosen['width']}"
+    recipe = f"batch={chosen['batch']}+optimizer.lr={chosen['lr']:.2g}+steps={steps}"
+    say("to be confirmed: trial", found["number"], sizes, recipe)
+    return [
+        *("compare", f"{FAST}{TINY}", f"{FAST}+{sizes}+{recipe}{TINY}", "--recipes", "--target", str(TARGET)),
+        *("--seeds", str(SEEDS), "--processes", "2", *REHEARSAL),
+    ]
+
+
 def others(names, until):
-    """Inversion and search on the last card, one after another."""
+    """Inversion, search and what the search found on the last card, one after another."""
     import torch
 
     last = {"CUDA_VISIBLE_DEVICES": str(torch.cuda.device_count() - 1)} if torch.cuda.device_count() > 1 else {}
     for name in names:
         record = ["--out", str(HOME / name / "record.json" if name == "inversion" else HOME / name)]
         rehearsal = ["--context", "16", "--batch", "2"] if name == "inversion" and TINY else []
-        wait({name: study(name, *ALONE[name], *rehearsal, *record, **last)}, until)
+        words = ALONE[name] if name in ALONE else confirmed()
+        wait({name: study(name, *words, *rehearsal, *record, **last)}, until)
         keep(name)
         tell(name, 16)
 
@@ -249,7 +259,7 @@ def time_alone(names, watch, until):
     """What is timed: comparisons on the first card, beside them what else is asked for on the last."""
     import torch
 
-    compared, rest = [name for name in names if name in COMPARISONS], [name for name in names if name in ALONE]
+    compared, rest = [name for name in names if name in COMPARISONS], [name for name in names if name in ALONE_S]
     beside = threading.Thread(target=others, args=(rest, until))
     if torch.cuda.device_count() > 1:
         beside.start()

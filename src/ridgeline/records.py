@@ -23,6 +23,7 @@ SCHEMA = 2
 ADDED = {2: ("bytes_per_s", "bandwidth", "gpus")}  # what a contender's result has since a schema
 LATE = ("gpus",)  # of those, what some records of that schema lack: null
 KINDS = ("bench", "ops", "explain", "study", "race", "search")
+READINGS = ("sm_mhz", "memory_mhz", "power_w", "temperature_c")  # of clocks, with the reasons why they are throttled
 
 
 class RecordError(RidgelineError):
@@ -107,7 +108,8 @@ class Record:
         card: name of the device.
         gpus: how many of them; the most where contenders have numbers of their own.
         versions: package and driver versions by name.
-        clocks: clocks, power and throttle reasons "before", "during" and "after"; None where there is no card.
+        clocks: READINGS and "throttle", a list of reasons, "before", "during" (each the lowest and the highest; None
+            where nothing was read) and "after"; None where there is no card.
         workload: what was run.
         contenders: results by contender.
         ops: results by op.
@@ -233,15 +235,41 @@ def _upgraded(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "contenders": contenders, "schema": SCHEMA}
 
 
-def _check_cards(record: Record) -> None:
+def _check_groups(record: Record) -> None:
+    seen = set()
     for place, result in enumerate(record.contenders):
         if result.gpus is not None and (result.gpus < 1 or 0 < record.gpus < result.gpus):
             raise RecordError(
                 f"contenders[{place}].gpus must be from 1 to the record's {record.gpus}, got {result.gpus}"
             )
+        if (result.name, result.group) in seen:
+            raise RecordError(f"contenders[{place}] is a second {result.name} in group {result.group}")
+        seen.add((result.name, result.group))
     found = {(result.group, record.cards(result)) for result in record.contenders}
     if len(found) > len({group for group, _ in found}):
         raise RecordError("contenders of one group must have one number of cards, for ratios are taken within it")
+
+
+def _check_clocks(clocks: dict[str, Any] | None) -> None:
+    if clocks is None:
+        return
+    if clocks.keys() != {"before", "during", "after"}:
+        raise RecordError(f"record.clocks must have before, during and after, got {', '.join(clocks) or 'nothing'}")
+    for when, reading in clocks.items():
+        where = f"record.clocks.{when}"
+        if when == "during" and reading is None:
+            continue
+        if not isinstance(reading, dict) or reading.keys() != {*READINGS, "throttle"}:
+            raise RecordError(f"{where} must hold {', '.join(READINGS)} and throttle, got {reading!r}")
+        if not isinstance(reading["throttle"], list) or not all(isinstance(r, str) for r in reading["throttle"]):
+            raise RecordError(f"{where}.throttle must be a list of reasons, got {reading['throttle']!r}")
+        for name in READINGS:
+            if reading[name] is None:
+                continue
+            values = reading[name] if when == "during" else [reading[name]]
+            if not isinstance(values, list) or len(values) != (2 if when == "during" else 1):
+                raise RecordError(f"{where}.{name} must be the lowest and the highest, got {values!r}")
+            _check_by_name({f"{name}[{place}]": value for place, value in enumerate(values)}, where)
 
 
 def from_json(values: Any) -> Record:
@@ -278,7 +306,8 @@ def from_json(values: Any) -> Record:
         contenders=[_build(ContenderResult, c, f"contenders[{i}]") for i, c in enumerate(record.contenders)],
         ops=[_build(OpResult, o, f"ops[{i}]") for i, o in enumerate(record.ops)],
     )
-    _check_cards(whole)
+    _check_groups(whole)
+    _check_clocks(whole.clocks)
     return whole
 
 

@@ -117,6 +117,8 @@ def test_where_nobody_could_be_timed_the_exit_code_says_so(tmp_path):
         (["gpt2-c256", "--contenders", "eager,,compile"], "the name of a contender is empty"),
         (["gpt2-c256", "--vary", ""], "--vary needs a value"),
         (["gpt2-c256", "--out", ""], "--out needs a value"),
+        (["gpt2-c256", "--batch", "99999999"], "batch must be at most 16,777,216, got 99999999"),
+        (["gpt2-c256", "--vary", "batch=1:99999999"], "batch must be at most 16,777,216"),
         (["gpt2-c256", "--context", "0"], "needs batch ≥ 1 and context ≥ 1, got 32 and 0"),
         (["gpt2-c256", "--contenders", "eager,eager"], "different contenders"),
         (["gpt2-c256", "--vary", "width=1:2"], "a sweep reads"),

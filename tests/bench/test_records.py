@@ -21,6 +21,8 @@ from ridgeline.records import (
     write_record,
 )
 
+READING = {"sm_mhz": 345, "memory_mhz": 3201, "power_w": 80.5, "temperature_c": None, "throttle": ["idle"]}
+
 
 def record(**changes) -> Record:
     values = {
@@ -30,7 +32,7 @@ def record(**changes) -> Record:
         "card": "card",
         "gpus": 1,
         "versions": {"torch": "2.11.0"},
-        "clocks": {"before": {"sm_mhz": 345}},
+        "clocks": {"before": READING, "during": None, "after": READING},
         "workload": WorkloadInfo(name="hal-20m", batch=512, context=256, precision="bf16"),
         "contenders": [
             ContenderResult(
@@ -52,6 +54,32 @@ def test_round_trip(tmp_path):
     assert {"schema", "kind", "date", "git", "card", "gpus", "versions", "clocks", "workload", "contenders", "ops",
             "curves"} <= values.keys()  # fmt: skip
     assert values["contenders"][1]["tokens_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("clocks", "words"),
+    [
+        ({}, "record.clocks must have before, during and after, got nothing"),
+        ({"before": READING, "after": READING}, "got before, after"),
+        ({"before": None, "during": None, "after": READING}, "clocks.before must hold sm_mhz"),
+        ({"before": READING, "during": [1, 2], "after": READING}, r"clocks.during must hold .* got \[1, 2\]"),
+        ({"before": READING, "during": {"sm_mhz": [1, 2]}, "after": READING}, "clocks.during must hold sm_mhz"),
+        ({"before": READING, "during": READING, "after": READING}, "during.sm_mhz must be the lowest and the highest"),
+        ({"before": {**READING, "sm_mhz": "fast"}, "during": None, "after": READING}, "must be a number, got 'fast'"),
+        ({"before": {**READING, "throttle": "idle"}, "during": None, "after": READING}, "must be a list of reasons"),
+        ({"before": {**READING, "power_w": -1.0}, "during": None, "after": READING}, r"power_w\[0\] is -1.0"),
+    ],
+)
+def test_clocks_are_what_a_report_reads(clocks, words):
+    with pytest.raises(RecordError, match=words):
+        to_json(record(clocks=clocks))
+
+
+def test_a_contender_is_once_in_a_group():
+    twice = [ContenderResult(name="best", step_ms=1.0), ContenderResult(name="best", step_ms=2.0)]
+    with pytest.raises(RecordError, match=r"contenders\[1\] is a second best in group 0"):
+        to_json(record(contenders=twice))
+    to_json(record(contenders=[twice[0], ContenderResult(name="best", group=1, step_ms=2.0)]))
 
 
 def test_an_edited_file_is_refused(tmp_path):

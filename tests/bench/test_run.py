@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,30 @@ def test_a_copy_names_its_revision(monkeypatch):
     assert len(circumstances.git_revision() or "") >= 40
     monkeypatch.setenv("RIDGELINE_REVISION", "abc+")
     assert circumstances.git_revision() == "abc+"
+
+
+def test_an_installed_copy_in_someones_repository_has_no_revision(tmp_path, monkeypatch):
+    monkeypatch.delenv("RIDGELINE_REVISION", raising=False)
+    package = tmp_path / ".venv" / "ridgeline" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("")
+    monkeypatch.setattr(circumstances.ridgeline, "__file__", str(package))
+    assert circumstances.git_revision() is None  # no repository at all
+
+    def git(*arguments):
+        who = ["-c", "user.name=n", "-c", "user.email=n@example.com"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True)
+
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    git("add", ".gitignore")
+    git("commit", "-q", "-m", "theirs")
+    assert circumstances.git_revision() is None
+    git("add", "-f", str(package))
+    git("commit", "-q", "-m", "ours")
+    assert len(circumstances.git_revision() or "") == 40
+    package.write_text("changed = 1\n")
+    assert (circumstances.git_revision() or "").endswith("+")
 
 
 def test_plans_that_cannot_be():

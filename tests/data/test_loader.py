@@ -45,10 +45,24 @@ def test_a_resumed_sequence_is_the_same_to_the_bit(data):
 def test_a_batch_is_the_same_whole_and_in_parts(data):
     whole, parts = Batches(data, WINDOW, batch=16, seed=2), Batches(data, WINDOW, batch=4, seed=2)
     for _ in range(10):
-        pieces = [parts.next() for _ in range(4)]
-        joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
-        assert equal(whole.next(), joined)
+        assert equal(whole.next(), joined([parts.next() for _ in range(4)]))
     assert whole.state_dict() == parts.state_dict()
+
+
+def test_a_validation_of_some_windows_looks_at_the_whole_held_out_part(data):
+    every = list(Validation(data, WINDOW, batch=1))
+    few = list(Validation(data, WINDOW, batch=1, windows=3))
+    assert [next(i for i, whole in enumerate(every) if equal(whole, one)) for one in few] == [
+        place * len(every) // 3 for place in range(3)
+    ]
+    (padded,) = Validation(data, WINDOW, batch=4, windows=3)
+    assert equal({name: tensor[:3] for name, tensor in padded.items()}, joined(few))
+    assert (padded["targets"][3:] == -100).all()
+    assert len(list(Validation(data, WINDOW, batch=1, windows=10**6))) == len(every)
+
+
+def joined(batches):
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def test_seeds_differ_and_iteration_is_next(data):

@@ -18,10 +18,10 @@ from models.test_fused import (
     errs_at_most_one_and_a_half_times_as_pytorch,
 )
 from ridgeline.models.fused import gradients, stack
-from ridgeline.models.fused.choices import Choices, choose
+from ridgeline.models.fused.choices import JOINED, Choices, choose
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
-from ridgeline.ops.mlp import Norm, kernels
+from ridgeline.ops.mlp import Norm, kernels, many
 from ridgeline.ops.mlp.reference import join_of
 from ridgeline.ops.norm.reference import norm_reference
 
@@ -96,6 +96,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(kernels, "choose", lambda *_: kernels.Config())
     monkeypatch.setattr(kernels, "project_forward_raw", lambda x, w, j: join(x @ w.t(), j))
     monkeypatch.setattr(kernels, "project_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
+    monkeypatch.setattr(many, "blocks", lambda *_: 2)
+    monkeypatch.setattr(many, "project_many_forward_raw", lambda x, w, j: join(x @ w.t(), j))
+    monkeypatch.setattr(many, "project_many_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
     shape = kernels.kept_shape
     monkeypatch.setattr(kernels, "hidden", lambda h, F: (h.new_empty(shape(len(h), F)), h.new_empty(len(h), F)))
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
@@ -113,6 +116,12 @@ def test_every_choice_is_wired_to_the_same_function(
     played: Callable[[Choices], None], name: str, rows: frozenset[str], grouped: bool
 ) -> None:
     played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
+    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
+
+
+@pytest.mark.parametrize("name", ["learned, tanh", "one key/value head, RMSNorm, no biases"])
+def test_joined_products_are_wired_to_the_same_function(played: Callable[[Choices], None], name: str) -> None:
+    played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
     equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 
@@ -187,6 +196,18 @@ def test_every_choice_on_the_card(
     errs_at_most_one_and_a_half_times_as_pytorch(model)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gpt2-c256", "fast-c256"])
+def test_joined_products_on_the_card(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    model = decoder(WIDE[name], layers=2).cuda()
+    chosen = choose(model.config, DEVICE, torch.bfloat16, 257, 256)
+    assert chosen.joined == JOINED
+    monkeypatch.setattr(stack, "choose", lambda *_: chosen)
+    errs_at_most_one_and_a_half_times_as_pytorch(model)
+
+
 @pytest.mark.parametrize(
     ("B", "rows", "grouped"),
     [
@@ -211,3 +232,4 @@ def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
     config = DecoderConfig(layers=6, width=256, heads=8)
     chosen = choose.__wrapped__(config, torch.device("cuda"), torch.bfloat16, B, 256)
     assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)
+    assert chosen.joined == (JOINED if B > 256 else frozenset())

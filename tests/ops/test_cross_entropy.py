@@ -103,7 +103,7 @@ def test_all_ignored_is_nan_as_in_torch() -> None:
         ({"targets_N": torch.zeros(3, dtype=torch.int64, device=DEVICE)}, r"targets_N must have shape \(4,\)"),
         ({"targets_N": torch.zeros(4, device=DEVICE)}, "targets_N must be signed integers, got torch.float32"),
         ({"logits_NV": torch.ones(8, 4, device=DEVICE).t()}, "contiguous columns"),
-        ({"logits_NV": torch.ones(4, 8, 1, device=DEVICE)}, "two axes"),
+        ({"logits_NV": torch.ones(4, 8, 1, device=DEVICE)}, "must have 2 axes"),
         ({"impl": "fused"}, "unknown implementation"),
     ],
 )

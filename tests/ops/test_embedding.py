@@ -90,7 +90,7 @@ def test_an_index_out_of_range_is_loud() -> None:
     ("arguments", "message"),
     [
         ({"ids_BT": torch.zeros(2, 3, device=DEVICE)}, "ids_BT must be int64 or int32"),
-        ({"ids_BT": torch.zeros(3, dtype=torch.int64, device=DEVICE)}, "two axes"),
+        ({"ids_BT": torch.zeros(3, dtype=torch.int64, device=DEVICE)}, "must have 2 axes"),
         ({"positions_RC": torch.ones(2, 8, device=DEVICE)}, "positions_RC must have at least 3 rows, got 2"),
         ({"positions_RC": torch.ones(4, 7, device=DEVICE)}, "positions_RC must have shape"),
         ({"table_VC": torch.ones(8, 5, device=DEVICE).t()}, "table_VC must be contiguous"),

@@ -21,7 +21,7 @@ def test_a_ledger_survives_interruption_and_refuses_what_is_none(tmp_path):
     assert ledger.find({"at": 1.0}, 1, [3]) == {}
     ledger.add({"at": 1.0}, two)
     assert Ledger(file).find({"at": 1.0}, 0, [4, 3]) == {4: two, 3: one}
-    for content in ('{"contender": "a"}', "[]", "no", '{"seed": "x"}'):
+    for content in ('{"contender": "a"}', "[]", "no", '{"seed": "x"}', 200_000 * "["):
         file.write_text(content + "\n")
         with pytest.raises(RidgelineError, match=r"line 1 of .* is no game"):
             Ledger(file)

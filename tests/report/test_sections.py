@@ -10,6 +10,7 @@ import pytest
 from report import samples
 from ridgeline.errors import ConfigError
 from ridgeline.report.draw import Bar, Gain, ladder
+from ridgeline.report.draw import bars as bar_chart
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, overview_section, rungs_of, timed
@@ -330,3 +331,31 @@ def test_lines_without_a_name_are_drawn_without_a_legend():
 
     figure = lines([Line(label="", x=[0, 1], y=[2, 1])], "step", "loss")(LIGHT, False)
     assert not figure.legends
+
+
+def test_names_are_no_formulas_and_marks_are_plain_numbers():
+    odd = r"$\frac$ <b>&"
+    bench, explained = samples.smaller(), samples.explained()
+    named = [replace(c, name=c.name + odd, phases_ms={odd: 1.0}) for c in bench.contenders]
+    ops = [replace(op, name=op.name + odd) for op in explained.ops]
+    page = build_page([replace(bench, contenders=named), replace(explained, ops=ops)])
+    assert page.count("best$\\frac$ &lt;b&gt;&amp;") > 2  # in the table and in both drawings
+    assert odd not in page
+    assert "mathdefault" not in page
+    section = roofline_section(explained, 0)
+    assert section is not None
+    axes = section.chart(LIGHT, False).axes[0]
+    assert axes.xaxis.get_major_formatter()(1000.0, 0) == "1000"
+    assert axes.xaxis.get_minor_formatter()(20.0, 0) == ""  # there is a power of ten to be told by
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_a_whisker_of_a_busy_host_leaves_room_for_names(narrow):
+    bars = [
+        Bar(label=name, value=v, role="rung", text="1", spread=v * 40) for name, v in (("compile+graph", 3), ("m0", 1))
+    ]
+    figure = bar_chart(bars, "tokens/s")(LIGHT, narrow)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
+    assert max(text.get_window_extent().x1 for text in axes.texts) <= figure.bbox.x1

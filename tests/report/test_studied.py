@@ -96,12 +96,12 @@ def test_whole_commands():
 
 def test_a_search():
     trial = {"number": 0, "params": {"layers": 3, "lr": 0.0012345}, "state": "complete", "quality": 1.59,
-             "seconds": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
+             "seconds": None, "crossing": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
     trials = [
         {**trial, "number": 1, "quality": 1.7, "state": "pruned"},
         trial,
         {**trial, "number": 2, "state": "refused", "quality": None},
-        {**trial, "number": 3, "quality": 1.6, "seconds": 0.61},
+        {**trial, "number": 3, "quality": 1.6, "seconds": 0.61, "crossing": 0.6},
     ]
     curves = [
         {"figure": "trials", "name": "trials", "rows": trials},

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from ridgeline import checkpoint
 from ridgeline.data.loader import Validation
+from ridgeline.engine import TrainStep
 from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError, WorkerError
 from ridgeline.play import GameResult
 from ridgeline.records import from_json, read_record, to_json, write_record
@@ -224,10 +226,30 @@ def test_a_folder_of_something_else_is_refused(few_games, tmp_path):
         open_race(ours, tmp_path / "a")
 
 
-def test_damaged_points_are_named(tmp_path):
-    (tmp_path / clocked.POINTS).write_text('{"at": 0.0}\n')
-    with pytest.raises(RidgelineError, match="is damaged"):
+DAMAGED = ("3", "null", '"x"', "[1]", "[[]]", "{}", "{", 200_000 * "[")
+
+
+@pytest.mark.parametrize("line", [*DAMAGED, '{"at": 0.0}', '{"at": "x"}'])
+def test_damaged_points_are_named(tmp_path, line):
+    (tmp_path / clocked.POINTS).write_text(f"{line}\n")
+    with pytest.raises(RidgelineError, match=r"points\.jsonl is damaged \(.*; delete .* and train this contender anew"):
         read_points(tmp_path)
+
+
+@pytest.mark.parametrize("line", [*DAMAGED, {"date": 3}, {"date": "today"}, {"date": "2026-01-01"}, {"card": []}])
+def test_damaged_machines_are_named(tmp_path, line):
+    whole = {"date": "2026-01-01T00:00:00+00:00", "git": None, "card": "CPU", "versions": {}}
+    text = line if isinstance(line, str) else json.dumps({**whole, **line})
+    (tmp_path / clocked.MACHINES).write_text(f"{json.dumps(whole)}\n{text}\n")
+    with pytest.raises(RidgelineError, match=r"machines\.jsonl is damaged \(.*; delete .* and train this contender"):
+        clocked.read_machines(tmp_path)
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_race_is_named(few_games, tmp_path, text):
+    (tmp_path / race.RACE).write_text(text)
+    with pytest.raises(ConfigError, match=r"race\.json is damaged \(.*; choose another --out"):
+        open_race(make_race(few_games, SMALL), tmp_path)
 
 
 def path_of(*wins):
@@ -267,6 +289,30 @@ def test_games_that_were_not_played_are_neither_won_nor_lost():
     assert crossings({"a": path})[0]["open"] == [31]
     path[2].strength["wins"] = 8  # all of the other seventeen would not be enough
     assert (verdict(path[2], wins), reached_at(path, wins)) == (False, 41)
+
+
+def test_a_captured_validation_sees_what_the_clock_does(few_games, tmp_path, monkeypatch):
+    """It is captured at the start, before any step is, and the steps that prepare are taken back behind it."""
+    (contender,) = racers(few_games, SMALL)
+    length = dataclasses.replace(contender.config, minutes=None, steps=12)
+    monkeypatch.setattr(
+        clocked,
+        "make_step",
+        lambda model, config: TrainStep(
+            model, optimizer=config.optimizer, steps=12, precision="bf16", capture=lambda run: run
+        ),
+    )
+    run = clocked._Clocked(length, tmp_path)
+    plain = Evaluation(run.step, Validation(run.data, length.window, batch=length.batch), run.device, capture=False)
+    found = [run.leave(0.0).val_loss]
+    run.prepare(tmp_path / checkpoint_name(0.0))
+    found += [run.evaluation(), plain()]
+    assert len(set(found)) == 1
+    for _ in range(2):
+        run._learn()
+        found.append(run.evaluation())
+        assert found[-1] == plain()
+    assert len(set(found)) == 3
 
 
 @pytest.mark.gpu

@@ -22,10 +22,11 @@ from ridgeline.study import search as module
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
-from ridgeline.study.trials import Goal, Trial, best_of, front
+from ridgeline.study.trials import Goal
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
+from study.search_helpers import trial
 
 IntegrityError = pytest.importorskip("sqlalchemy.exc", reason="the extra search is not installed").IntegrityError
 optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
@@ -51,11 +52,6 @@ def options(text: Path, out: Path, *more: str, budget: str = "1.6s", trial: str 
         "study", "search", "--base", SMALL, *size, "--space", *SPACE, "norm=layernorm,rmsnorm",
         "--budget", budget, "--trial", trial, "--out", str(out), *more,
     ]  # fmt: skip
-
-
-def trial(number: int, *path: tuple[float, float], seconds: float | None = None, state: str = "complete") -> Trial:
-    quality = path[-1][1] if path else None
-    return Trial(number=number, params={}, state=state, path=path, quality=quality, seconds=seconds)
 
 
 def test_default_space_lies_around_the_base() -> None:
@@ -108,30 +104,6 @@ def test_floors_order_candidates_as_their_work_does() -> None:
     machine = this_machine(override(find_config("gpt2-c256"), {"device": "cpu", "precision": "fp32"}))
     one, two = (machine.floor_s(find_config(f"gpt2-c256+layers={n}")) for n in (6, 12))
     assert 1.8 < two / one < 2.2
-
-
-def test_goals() -> None:
-    assert Goal.parse("loss=1.6") == Goal(kind="loss", value=1.6)
-    assert Goal.parse("ko") == Goal(kind="ko")
-    assert Goal(kind="loss", value=2.0).short_of(2.5) == pytest.approx(0.25)
-    assert Goal(kind="ko", value=0.8).short_of(0.6) == pytest.approx(0.25)
-    for wrong in ("ko=1.5", "loss=-1", "loss=low", "wins=0.5", "loss="):
-        with pytest.raises(ConfigError):
-            Goal.parse(wrong)
-
-
-def test_best_reached_the_target_soonest() -> None:
-    goal = Goal(kind="loss", value=2.0)
-    trials = [trial(0, (9.0, 1.2)), trial(1, (9.0, 1.9), seconds=8.0), trial(2, (9.0, 1.95), seconds=5.0)]
-    assert best_of([*trials, trial(3, (9.0, 1.0), seconds=1.0, state="pruned")], goal) is trials[2]
-    assert best_of(trials[:1], goal) is trials[0]
-    assert best_of([], goal) is None
-    assert best_of([trial(0, (9.0, 0.2)), trial(1, (9.0, 0.8))], Goal(kind="ko")).number == 1  # type: ignore[union-attr]
-
-
-def test_front_is_who_leads_by_when() -> None:
-    trials = [trial(0, (1.0, 3.0), (2.0, 2.0), (3.0, 1.0)), trial(1, (1.0, 2.5), (2.0, 2.4), (3.0, 2.3))]
-    assert front(trials, Goal(kind="loss")) == [(1.0, 2.5, 1), (2.0, 2.0, 0), (3.0, 1.0, 0)]
 
 
 @pytest.mark.parametrize(
@@ -363,10 +335,8 @@ def test_a_trial_of_endless_validations_is_ended(tmp_path: Path, monkeypatch: py
     now = iter(float(seconds) for seconds in (0, 5, 20, 36))
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     attempt = module._Attempt(plan, tmp_path, this_machine(base), None, left=100.0)  # type: ignore[arg-type]
-    for count in (
-        1,
-        2,
-    ):  # ready in 5 s and 15 s a point: 140 s in all, a trial's training and 30 s beyond what was left
+    # ready in 5 s and 15 s a point: 140 s in all, a trial's training and 30 s beyond what was left
+    for count in (1, 2):
         attempt.path = [(1.0, 1.0)] * count
         attempt._check_time()
     attempt.path.append((1.0, 1.0))

@@ -119,6 +119,9 @@ def test_whole_dicts_know_their_kind_of_model_and_what_is_missing():
     del values["batch"]
     with pytest.raises(ConfigError, match="setting 'batch' is missing"):
         from_dict(values)
+    for odd in ([1], 3, None, "batch"):
+        with pytest.raises(ConfigError, match=r"what is read must be a table of settings, got "):
+            from_dict(odd)
 
 
 def test_files_that_are_no_settings(tmp_path):

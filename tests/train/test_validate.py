@@ -55,10 +55,15 @@ def test_a_captured_validation_is_the_one_call_by_call(made):
     assert step.model.training
 
 
-def test_some_windows_alone(made):
+def test_some_windows_are_the_same_whatever_the_batch(made, config):
     step, _, validation, capture = made
-    assert Evaluation(step, validation, CPU, windows=2 * validation.batch)() != Evaluation(step, validation, CPU)()
-    assert capture.replays == 2 + len(validation)
+    found = []
+    for batch in (1, 4, 9):
+        some = Validation(load_dataset(config.data), config.window, batch=batch, windows=8)
+        found.append(Evaluation(step, some, CPU)())
+    assert found[1:] == pytest.approx(found[:2], rel=1e-5)
+    assert found[0] != pytest.approx(Evaluation(step, validation, CPU)(), rel=1e-4)
+    assert capture.replays == 8 + 2 + 1 + len(validation)
 
 
 def test_a_step_that_is_not_captured_captures_nothing(made, config):

@@ -14,9 +14,10 @@ from ridgeline.bench.nvml import Monitor
 
 
 def git_revision() -> str | None:
-    """Revision of the code that runs, with "+" if files were changed; None outside a repository.
+    """Revision of the code that runs, with "+" if files were changed; None outside a repository of its own.
 
-    A copy of the files without their repository says which revision they are by RIDGELINE_REVISION.
+    A copy of the files without their repository says which revision they are by RIDGELINE_REVISION. Installed into an
+    environment that lies in someone's repository, the code is no part of that: its files are not tracked there.
     """
     if os.environ.get("RIDGELINE_REVISION"):
         return os.environ["RIDGELINE_REVISION"]
@@ -28,6 +29,7 @@ def git_revision() -> str | None:
         ).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", "__init__.py")
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
         return None

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ridgeline.records import READINGS
+
 _REASONS = {  # nvml.h, nvmlClocksThrottleReason*
     0x1: "idle",
     0x2: "application clocks",
@@ -107,7 +109,7 @@ def extremes(readings: list[Clocks]) -> dict[str, Any] | None:
     if not readings:
         return None
     found: dict[str, Any] = {"throttle": sorted({reason for r in readings for reason in r.throttle})}
-    for field in ("sm_mhz", "memory_mhz", "power_w", "temperature_c"):
+    for field in READINGS:
         values = [value for r in readings if (value := getattr(r, field)) is not None]
         found[field] = [min(values), max(values)] if values else None
     return found
@@ -126,7 +128,7 @@ def merged(earlier: dict[str, Any] | None, later: dict[str, Any]) -> dict[str, A
     if not a or not b:
         return {**later, "before": earlier["before"], "during": a or b}
     during: dict[str, Any] = {"throttle": sorted({*a["throttle"], *b["throttle"]})}
-    for field in ("sm_mhz", "memory_mhz", "power_w", "temperature_c"):
+    for field in READINGS:
         ends = [*(a[field] or []), *(b[field] or [])]
         during[field] = [min(ends), max(ends)] if ends else None
     return {"before": earlier["before"], "during": during, "after": later["after"]}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ridgeline.errors import ConfigError
 from ridgeline.models import LanguageConfig, ModelConfig
+from ridgeline.models.config import LARGEST
 from ridgeline.presets import find_config
 from ridgeline.records import WorkloadInfo
 
@@ -36,6 +37,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.batch < 1 or self.context < 1:
             raise ConfigError(f"{self.name} needs batch ≥ 1 and context ≥ 1, got {self.batch} and {self.context}")
+        if self.batch > LARGEST:
+            raise ConfigError(f"{self.name}: batch must be at most {LARGEST:,}, got {self.batch}")
         if self.context > self.model.decoder.context:
             raise ConfigError(f"{self.name} has {self.model.decoder.context} positions, got context {self.context}")
 

@@ -61,8 +61,9 @@ def run(arguments: Sequence[str]) -> int:
     precision = find_precision(options.precision, device)
     a, b = (workload(name, batch=batch, context=context, precision=precision) for name in options.models)
     check_place(options.out)
-    # no first step is asked for, so what the first run of a model has compiled serves its second
-    plan = dataclasses.replace(CPU_PLAN if cpu else Plan(profile=0), phases=0, together=True)
+    # no first step is asked for, so what the first run of a model has compiled serves its second; a step that waits for
+    # the host is never steady enough to end a warm-up, and each model has two runs
+    plan = dataclasses.replace(CPU_PLAN if cpu else Plan(profile=0, rounds=4, warm_s=3), phases=0, together=True)
     said = Console(stderr=True)
     result = inversion(a, b, device, plan, lambda line: said.print(line, highlight=False))
     file = keep_record(result.record, options.out)

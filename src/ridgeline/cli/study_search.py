@@ -24,7 +24,7 @@ from ridgeline.study.folder import RECORD, keep_record, write_whole
 from ridgeline.study.search import Search, chosen_config, search
 from ridgeline.study.search_record import search_record
 from ridgeline.study.space import SETTINGS, default_space, narrowed
-from ridgeline.study.trials import Goal, Trial, best_of, choice, front, states_of
+from ridgeline.study.trials import Goal, Trial, best_of, choice, front, rank, states_of
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, to_toml
 
@@ -60,7 +60,7 @@ class Options:
         trial: training time of a trial; without it an eighth of the budget.
         space: what to choose from, as NAME=VALUE,VALUE or lr=LOW:HIGH; without it around the base.
         least_steps: a candidate that cannot take so many steps in a trial is never trained.
-        eval_windows: held-out windows a validation looks at; 0 for all.
+        eval_windows: held-out windows a validation looks at, spread evenly, the same in every trial; 0 for all.
         storage: SQLAlchemy URL of a database that several machines share; without it a file in the folder.
         seed: of the search; machines that share a storage take different ones.
         device: where to train: cpu, cuda, cuda:N or auto.
@@ -185,9 +185,8 @@ def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: P
     table = Table(title=f"trials of {plan.trial_s:g} s of training, the best first", title_justify="left")
     for heading in ("trial", "choice", goal.kind, "held from s", "tokens/s", "predicted"):
         table.add_column(heading, justify="left" if heading == "choice" else "right")
-    sign = 1 if goal.kind == "loss" else -1
     judged = [trial for trial in trials if trial.quality is not None]
-    judged.sort(key=lambda trial: (trial is not best, trial.seconds or float("inf"), sign * (trial.quality or 0.0)))
+    judged.sort(key=lambda trial: (trial is not best, rank(goal.kind, trial.crossing, trial.quality)))
     for trial in judged[:SHOWN]:
         table.add_row(
             str(trial.number),

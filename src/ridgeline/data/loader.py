@@ -117,27 +117,39 @@ class Batches:
 
 
 class Validation:
-    """All windows of the held-out part, each token or frame counted once, in the same order every time.
+    """Windows of the held-out part, each token or frame counted once, in the same order every time.
 
     Args:
         data: a text or games.
         window: what a window is.
         batch: windows a batch, in all processes together; the last one is filled up with windows that do not count, so
             that every batch has the same shape.
+        windows: so many of them, spread evenly over the held-out part, the same ones whatever the batch; 0 for all.
         rank: number of this process, which takes its equal share of every batch (B).
         world: processes.
     """
 
     def __init__(
-        self, data: TextData | GameData, window: WindowSpec, *, batch: int, rank: int = 0, world: int = 1
+        self,
+        data: TextData | GameData,
+        window: WindowSpec,
+        *,
+        batch: int,
+        windows: int = 0,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
         self.windows = windows_of(data, window)
         self.batch, self.rank, self.share = batch, rank, _share(batch, world)
-        self._start_N, self._count_N = self.windows.validation()
+        start_N, count_N = self.windows.validation()
+        total = len(start_N)
+        wanted = min(total, windows) if windows else total
+        chosen_N = np.arange(wanted) * total // wanted
+        self._start_N, self._count_N = start_N[chosen_N], count_N[chosen_N]
 
     @property
     def positions(self) -> int:
-        """Positions that count: held-out tokens, or held-out frames that have a target."""
+        """Positions that count, in the windows looked at: tokens, or frames that have a target."""
         return int(self._count_N.sum())
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,10 @@ def read(kind: type[T], values: Mapping[str, Any], path: str = "") -> T:
         path: what to call the dict in an error, with dots.
 
     Raises:
-        ConfigError: a setting is unknown or missing, or a value cannot be.
+        ConfigError: it is no dict, a setting is unknown or missing, or a value cannot be.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path or 'what is read'} must be a table of settings, got {reprlib.repr(values)}")
     kinds = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:

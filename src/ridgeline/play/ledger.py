@@ -55,7 +55,7 @@ class Ledger:
             try:
                 values = json.loads(line)
                 result = read(GameResult, {name: values.pop(name) for name in _RESULT & values.keys()})
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, RecursionError) as error:
                 where = f"line {self._lines + 1} of {self.file}"
                 raise RidgelineError(f"{where} is no game ({error}); choose another file") from error
             if not whole:

@@ -13,6 +13,7 @@ from ridgeline.report.svg import NARROW_IN, WIDE_IN, Chart, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 ROW_IN = 0.27
@@ -73,6 +74,17 @@ def _dress(axes: Axes, palette: Palette, *, grid: str) -> None:
     axes.yaxis.label.set_color(palette["muted"])
 
 
+def _plain(axis: Axis) -> None:
+    """Marks of a logarithmic axis as plain numbers: powers of ten, and on one that is shorter those between as well."""
+
+    def between(value: float, place: float) -> str:
+        low, high = axis.get_view_interval()
+        return f"{value:g}" if high < 10 * low else ""
+
+    axis.set_major_formatter(lambda value, place: f"{value:g}")
+    axis.set_minor_formatter(between)
+
+
 def _rows(axes: Axes, labels: Sequence[str], palette: Palette) -> None:
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
@@ -81,17 +93,19 @@ def _rows(axes: Axes, labels: Sequence[str], palette: Palette) -> None:
     axes.tick_params(axis="y", labelcolor=palette["ink"])
 
 
-def _draw_bars(axes: Axes, bars: Sequence[Bar], palette: Palette, unit: str) -> None:
-    longest = max(bar.value + bar.spread for bar in bars)
+def _draw_bars(axes: Axes, bars: Sequence[Bar], palette: Palette, unit: str, room: float) -> None:
+    """Bars with their texts behind them; `room` is the axis' length in that of the longest bar. A whisker ends where
+    a tenth more than the longest bar does: the spread itself is in the table."""
+    longest = max(bar.value for bar in bars)
     for row, bar in enumerate(bars):
         axes.barh(row, bar.value, height=0.66, color=palette[bar.role])
+        end = min(bar.value + bar.spread, 1.1 * longest)
         if bar.spread:
-            axes.errorbar(bar.value, row, xerr=bar.spread, color=palette["ink"], linewidth=0.9, capsize=1.5)
-        axes.text(
-            bar.value + bar.spread + 0.012 * longest, row, bar.text, va="center", color=palette["ink"], fontsize=8
-        )
+            below, above = min(bar.spread, bar.value), end - bar.value
+            axes.errorbar(bar.value, row, xerr=[[below], [above]], color=palette["ink"], linewidth=0.9, capsize=1.5)
+        axes.text(end + 0.012 * longest, row, bar.text, va="center", color=palette["ink"], fontsize=8)
     _rows(axes, [bar.label for bar in bars], palette)
-    axes.set_xlim(0, 1.0 * longest)
+    axes.set_xlim(0, room * longest)
     axes.set_xlabel(unit)
 
 
@@ -101,8 +115,7 @@ def bars(found: Sequence[Bar], unit: str) -> Chart:
     def draw(palette: Palette, narrow: bool) -> Figure:
         figure = new_figure(ROW_IN * len(found) + 0.55, narrow=narrow)
         axes = figure.subplots()
-        _draw_bars(axes, found, palette, unit)
-        axes.set_xlim(0, max(bar.value for bar in found) * (1.75 if narrow else 1.3))
+        _draw_bars(axes, found, palette, unit, 1.75 if narrow else 1.3)
         return figure
 
     return draw
@@ -128,8 +141,7 @@ def ladder(found: Sequence[Bar], steps: Sequence[Gain], unit: str, theirs: str) 
             left, right = figure.subplots(2, 1, height_ratios=rows)
         else:
             left, right = figure.subplots(1, 2, width_ratios=(1.75, 1))
-        _draw_bars(left, found, palette, unit)
-        left.set_xlim(0, max(bar.value for bar in found) * 1.5)
+        _draw_bars(left, found, palette, unit, 1.5)
         left.set_title("speed", color=palette["ink"])
         _draw_gains(right, steps, palette, theirs)
         figure.legend(loc="outside lower right", ncols=2, labelcolor=palette["ink"], fontsize=8, handletextpad=0.1)
@@ -237,6 +249,7 @@ def lines(
         if ticks:
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(ticks), [f"{tick:g}" for tick in ticks])
+            axes.xaxis.set_minor_formatter("")
         if form is not None:
             axes.yaxis.set_major_formatter(lambda value, _: form(value))
         if from_zero:
@@ -296,6 +309,7 @@ def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_
             axes.set_ylabel(y_label)
             _dress(axes, palette, grid="both")
         parts[1].set_yscale("log")
+        _plain(parts[1].yaxis)
         parts[1].set_xlabel(x_label)
         legend.draw(figure, parts[0], palette)
         return figure
@@ -339,6 +353,8 @@ def roofline(dots: Sequence[Dot], peak: float, bandwidth: float) -> Chart:
             name.set_in_layout(False)  # the axes keep their width, however long a name is
         axes.set_xscale("log")
         axes.set_yscale("log")
+        _plain(axes.xaxis)
+        _plain(axes.yaxis)
         axes.set_xlim(low, high)
         axes.set_xlabel("FLOPs a byte")
         axes.set_ylabel("TFLOP/s")

@@ -15,7 +15,7 @@ from ridgeline.report.played import MISSING, curves_of, setting_of
 from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
-from ridgeline.study.trials import choice, states_of
+from ridgeline.study.trials import choice, rank, states_of
 
 SHORT = 300  # steps of a comparison that looks where the article looked, after 200
 LONG = 2048  # positions from which a window counts as long
@@ -113,10 +113,9 @@ def searched(records: Sequence[Record]) -> str:
         return MISSING
     setting = curves_of(record, "setting")[0]
     kind, target = setting["goal"]
-    sign = 1 if kind == "loss" else -1
     trials = _rows(record, "trials")
     judged = [trial for trial in trials if trial["quality"] is not None]
-    judged.sort(key=lambda trial: (trial["seconds"] or math.inf, sign * trial["quality"]))
+    judged.sort(key=lambda trial: rank(kind, trial["crossing"], trial["quality"]))
     rows = [
         [
             number(trial["number"], "d"),

@@ -22,6 +22,7 @@ WIDE_IN, NARROW_IN = 7.4, 3.7  # a phone gets a drawing of its own, with letters
 PNG_DPI = 200
 STYLE = {
     "svg.fonttype": "none",  # text stays text: it can be searched, and takes the page's font
+    "text.parse_math": False,  # names are no formulas, whatever is in them
     "font.size": 8.5,
     "axes.titlesize": 9,
     "axes.titleweight": "bold",

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,8 +160,8 @@ def read_points(folder: Path) -> list[Point]:
     file = folder / POINTS
     try:
         return [read(Point, values) for values in _lines(file)]
-    except (ValueError, AttributeError) as error:
-        raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, error) from error
 
 
 def read_machines(folder: Path) -> list[dict[str, Any]]:
@@ -175,11 +176,23 @@ def read_machines(folder: Path) -> list[dict[str, Any]]:
     file = folder / MACHINES
     try:
         found = list(_lines(file))
-        if not all(isinstance(line, dict) and {"date", "git", "card", "versions"} <= line.keys() for line in found):
+        if not all(isinstance(line, dict) and _tells_where(line) for line in found):
             raise ValueError("a line does not say where")
-    except ValueError as error:
-        raise RidgelineError(f"{file} is damaged ({error}); delete {folder} and train this contender anew") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, error) from error
     return found
+
+
+def _tells_where(line: dict[str, Any]) -> bool:
+    """Whether a line says when and on what a training began, in a form that a record can take."""
+    kinds = {"date": str, "git": str | None, "card": str, "versions": dict}
+    if not all(name in line and isinstance(line[name], kind) for name, kind in kinds.items()):
+        return False
+    return datetime.fromisoformat(line["date"]).tzinfo is not None
+
+
+def _damaged(file: Path, error: Exception) -> RidgelineError:
+    return RidgelineError(f"{file} is damaged ({error}); delete {file.parent} and train this contender anew")
 
 
 def _lines(file: Path) -> Iterator[Any]:
@@ -213,8 +226,9 @@ class _Clocked:
         self.step = make_step(self.model, self.config)
         self.resident = _resident(self.batches, self.device)
         self._seed_step = torch.zeros(2, dtype=torch.int64, device=self.device)  # for a step that does not count
-        validation = Validation(self.data, config.window, batch=config.batch // config.accumulation)
-        self.evaluation = Evaluation(self.step, validation, self.device, config.eval_windows, capture=False)
+        part, windows = config.batch // config.accumulation, config.eval_windows
+        validation = Validation(self.data, config.window, batch=part, windows=windows)
+        self.evaluation = Evaluation(self.step, validation, self.device)
         self.progress = state.Progress()
         self._looked = 0.0
 

@@ -157,7 +157,7 @@ def open_race(race: Race, folder: Path) -> None:
             before = json.loads(file.read_text(encoding="utf-8"))
             if not isinstance(before, dict) or not isinstance(before.get("contenders"), dict):
                 raise ValueError("it names no contenders")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is damaged ({error}); choose another --out") from error
         wanted["contenders"] = {**before["contenders"], **wanted["contenders"]}
         same = {name: wanted["contenders"][name] for name in before["contenders"]}

@@ -223,6 +223,8 @@ class _Attempt:
         self._judged: list[float] = []  # when
         self.path: list[tuple[float, float]] = []
         self.reached: float | None = None
+        self.crossing: float | None = None
+        self._start = None if plan.goal.kind == "loss" else 0.0  # quality before the first step
         self._point: Point | None = None
 
     def run(self, study: optuna.Study) -> Trial:
@@ -274,15 +276,23 @@ class _Attempt:
         if self.plan.goal.kind == "ko":
             shutil.rmtree(place, ignore_errors=True)  # the games of a trial that was cut off are not kept
         for old in read_points(place):  # those of a trial that was cut off, or of the same choices before
-            if old.steps and self._reaches(old, old.val_loss):
+            if self._begins(old):
+                continue
+            if self._reaches(old, old.val_loss):
                 return False
         lanes = config.lanes or engine_called(config.engine).lanes  # to measure them would cost every candidate seconds
         task = Task({**to_dict(config), "lanes": lanes}, str(place), self.plan.grid, torch.get_num_threads())
         with contextlib.closing(train_on_clock(task)) as points:
             for point in points:
-                if point is not None and point.steps and self._judge(point, place):
+                if point is not None and not self._begins(point) and self._judge(point, place):
                     return not self.reached
         return False
+
+    def _begins(self, point: Point) -> bool:
+        """Whether it is the point before the first step, whose loss is noted."""
+        if point.steps == 0 and self.plan.goal.kind == "loss":
+            self._start = point.val_loss
+        return point.steps == 0
 
     def _judge(self, point: Point, place: Path) -> bool:
         """Whether the trial ends at this point."""
@@ -315,21 +325,25 @@ class _Attempt:
         self.path.append((point.seconds, quality))
         if goal.value is None or [goal.short_of(q) <= 0 for _, q in self.path[-2:]] != [True, True]:
             return False
-        self.reached = self.path[-2][0]
+        self.reached, quality = self.path[-2]
+        before, worse = self.path[-3] if len(self.path) > 2 else (0.0, quality if self._start is None else self._start)
+        miss, spare = goal.short_of(worse), -goal.short_of(quality)
+        self.crossing = before + (self.reached - before) * miss / (miss + spare) if miss > 0 else self.reached
         return True
 
     def _value(self) -> float:
         goal, quality = self.plan.goal, self.path[-1][1]
         if goal.value is None:
             return quality if goal.kind == "loss" else -quality
-        if self.reached is not None:
-            return self.reached
+        if self.crossing is not None:
+            return self.crossing
         return self.plan.trial_s * (1 + min(MISSED, max(0.0, goal.short_of(quality))))
 
     def _keep(self) -> None:
         note = self.trial.set_user_attr
         note("path", self.path)
         note("reached", self.reached)
+        note("crossing", self.crossing)
         if self._point is not None and self._point.seconds:
             note("measured", self._point.tokens / self._point.seconds)
 

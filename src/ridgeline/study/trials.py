@@ -60,6 +60,8 @@ class Trial:
         predicted_tokens_per_s: at the floor of the cost model; None for a failure before that.
         tokens_per_s: measured.
         seconds: training time until the target was held; None where it was not, or there is none.
+        crossing: the same by a straight line between the points around it, which tells trials apart that hold the
+            target from the same point on.
         quality: loss or knockout rate at its last point; None before the first.
         path: (training seconds, quality) by point.
         folder: where it was trained, on the machine that did.
@@ -73,6 +75,7 @@ class Trial:
     predicted_tokens_per_s: float | None = None
     tokens_per_s: float | None = None
     seconds: float | None = None
+    crossing: float | None = None
     quality: float | None = None
     path: tuple[tuple[float, float], ...] = ()
     folder: str | None = None
@@ -99,6 +102,7 @@ def trials_of(study: optuna.Study) -> list[Trial]:
                 predicted_tokens_per_s=attrs.get("predicted"),
                 tokens_per_s=attrs.get("measured"),
                 seconds=attrs.get("reached"),
+                crossing=attrs.get("crossing", attrs.get("reached")),
                 quality=path[-1][1] if path else None,
                 path=path,
                 folder=attrs.get("folder"),
@@ -111,11 +115,12 @@ def trials_of(study: optuna.Study) -> list[Trial]:
 def best_of(trials: list[Trial], goal: Goal) -> Trial | None:
     """The complete trial that reached the target soonest, else the one of the best quality; None without any."""
     complete = [trial for trial in trials if trial.state == "complete" and trial.quality is not None]
-    reached = [trial for trial in complete if trial.seconds is not None]
-    if reached:
-        return min(reached, key=lambda trial: trial.seconds or 0.0)
-    sign = 1 if goal.kind == "loss" else -1
-    return min(complete, key=lambda trial: sign * (trial.quality or 0.0), default=None)
+    return min(complete, key=lambda trial: rank(goal.kind, trial.crossing, trial.quality), default=None)
+
+
+def rank(kind: str, crossing: float | None, quality: float | None) -> tuple[float, float]:
+    """What sorts trials, the best first: when the target was crossed, then quality."""
+    return math.inf if crossing is None else crossing, (quality or 0.0) * (1 if kind == "loss" else -1)
 
 
 def front(trials: list[Trial], goal: Goal) -> list[tuple[float, float, int]]:

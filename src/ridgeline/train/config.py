@@ -99,7 +99,7 @@ class TrainConfig:
         minutes: length of the run in minutes of training time; validation, checkpoints and what is captured before the
             first step are not counted. The schedule then follows the clock, so two such runs differ.
         eval_interval: steps between validations; the last step is always followed by one.
-        eval_windows: held-out windows a validation looks at; 0 for all of them.
+        eval_windows: held-out windows a validation looks at, spread evenly; 0 for all of them.
         checkpoint_interval: steps between checkpoints; the last step is always followed by one. With each, the state of
             the lowest validation so far is written too, where a validation since the one before it was the lowest.
         out: folder of the run, new or empty; "auto" for runs/PRESET with the first free number.

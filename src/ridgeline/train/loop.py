@@ -175,12 +175,13 @@ class _Run:
         world, rank = replicas.world, replicas.rank
         self.course = Course(config, data, rank=rank, world=world)
         part = config.batch // config.accumulation
-        validation = Validation(data, config.window, batch=part, rank=rank, world=world)
+        windows = config.eval_windows
+        validation = Validation(data, config.window, batch=part, windows=windows, rank=rank, world=world)
         self.config, self._lanes = settle_lanes(config, self.course.last, world)
         torch.manual_seed(config.seed + rank)  # masks that do not come from the step's own counter
         self.model = build_model(self.config)
         self.step = make_step(self.model, self.config, world=world)
-        self.evaluation = Evaluation(self.step, validation, self.device, config.eval_windows, replicas)
+        self.evaluation = Evaluation(self.step, validation, self.device, replicas)
         self.progress = Progress()
         self._best: Content | None = None  # of the lowest validation, until it is written
         self._setup = 0.0

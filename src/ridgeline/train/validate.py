@@ -27,7 +27,6 @@ class Evaluation:
         step: whose weights and precision are used.
         validation: the held-out windows.
         device: where the model is.
-        windows: look at about so many windows, in batches spread evenly over the held-out part; 0 for all.
         replicas: the processes that share each batch, all of which get the result; None for this one alone.
         capture: whether a step that is captured has its validation captured; what is called once gains nothing by it.
     """
@@ -37,16 +36,12 @@ class Evaluation:
         step: Step,
         validation: Validation,
         device: torch.device,
-        windows: int = 0,
         replicas: Replicas | None = None,
         *,
         capture: bool = True,
     ) -> None:
         self._step, self._validation, self._device = step, validation, device
         self._replicas = replicas or Replicas()
-        total = len(validation)
-        wanted = min(total, -(-windows // validation.batch)) if windows else total
-        self._chosen = {index * total // wanted for index in range(wanted)}
         self._engine = step if capture and isinstance(step, TrainStep) and step.captures else None
         self._forwards: dict[bool, _Replay] = {}
         self._kept: list[tuple[int, Batch]] | None = None
@@ -80,15 +75,15 @@ class Evaluation:
         return self._forwards[logits](batch)
 
     def _batches(self) -> Iterator[tuple[int, Batch]]:
-        """The chosen batches on the device, each with how many of its positions count."""
+        """The batches on the device, each with how many of its positions count."""
         if self._kept is not None:
             yield from self._kept
             return
         kept: list[tuple[int, Batch]] | None = [] if self._device.type == "cuda" else None
         size = 0
-        for index, batch in enumerate(self._validation):
+        for batch in self._validation:
             count = int((batch["targets"] != IGNORE).sum())
-            if index in self._chosen and count:
+            if count:
                 moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
                 size += sum(tensor.nbytes for tensor in moved.values())
                 if size > KEPT_BYTES:

@@ -12,10 +12,12 @@ from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
+from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
 WAVE_TOKENS = 8448  # rows up to which the row-fused kernels have one tile a multiprocessor; with two they lose 16 %
 MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
+JOINED = frozenset(("out", "down", "up", "qkv"))
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Choices:
         rows: products that take the join beside them into their own kernel, a thread block holding whole rows: of
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
+        joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
+            "qkv".
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
             "cuda" (in fp32, by the tensor cores in fp64).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
@@ -49,6 +53,7 @@ class Choices:
     out: str = "torch"
     folded: bool = False
     rows: frozenset[str] = frozenset()
+    joined: frozenset[str] = frozenset()
     rest: str = "torch"
     grouped: bool = False
     sums_at_once: bool = False
@@ -107,6 +112,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         out=out,
         folded=out == "residual" and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
+        joined=JOINED if many and config.width == JOINED_WIDTH and not config.dropout else frozenset(),
         rest="cuda" if doubles else "torch",
         grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,

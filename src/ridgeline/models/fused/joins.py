@@ -18,6 +18,7 @@ from ridgeline.models.fused.gradients import WeightGradients
 from ridgeline.ops.linear import Masks, products
 from ridgeline.ops.linear.folded import SHARE, FoldedNorm
 from ridgeline.ops.mlp import kernels as rows
+from ridgeline.ops.mlp import many
 from ridgeline.ops.norm import triton as norms
 
 
@@ -136,8 +137,28 @@ def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Jo
     ), out  # fmt: skip
 
 
+def many_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
+    """The join of x Wᵀ for many rows."""
+    fused, out = rows_join(run, residual_NC, join)
+    many.project_many_forward_raw(x_NK, weight_CK, fused)
+    return out
+
+
+def many_backward(
+    run: Pass, dy_NK: Tensor, weight_KC: Tensor, dresidual_NC: Tensor, joined: Joined, join: Join,
+    grads: WeightGradients,
+) -> Slopes:  # fmt: skip
+    """Through dh = dy W and the join that made h, for many rows."""
+    gradient, out = rows_slopes(run, dresidual_NC, joined, join, grads, many.blocks(len(dy_NK), dy_NK.device))
+    many.project_many_backward_raw(dy_NK, weight_KC, gradient)
+    rows_sums(gradient, join, grads)
+    return out
+
+
 def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
     """The join of x Wᵀ: attention's output projection."""
+    if "out" in run.choices.joined:
+        return many_forward(run, x_NK, weight_CK, residual_NC, join)
     if "out" in run.choices.rows:
         fused, out = rows_join(run, residual_NC, join)
         rows.project_forward_raw(x_NK, weight_CK, fused)
@@ -190,12 +211,16 @@ def join_backward(
 
 
 def rows_slopes(
-    run: Pass, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients
+    run: Pass, dresidual_NC: Tensor, joined: Joined, join: Join, grads: WeightGradients, partial_rows: int | None = None
 ) -> tuple[rows.JoinGradient, Slopes]:
-    """The join's gradient as a product's kernel takes it, and where its results will be."""
+    """The join's gradient as a product's kernel takes it, and where its results will be.
+
+    `partial_rows`: of the kernel's partial sums, if it is not one of the MLP's.
+    """
     (N, C), norm = joined.r_NC.shape, join.norm
     small, out = _summed(join, grads), _slopes(run, torch.empty_like(joined.r_NC))
-    partials_PW = joined.r_NC.new_empty(rows.partial_rows(N, rows.choose(N)), len(small) * C, dtype=torch.float32)
+    partial_rows = partial_rows or rows.partial_rows(N, rows.choose(N))
+    partials_PW = joined.r_NC.new_empty(partial_rows, len(small) * C, dtype=torch.float32)
     gradient = rows.JoinGradient(
         run.config.norm, norm.weight_C, joined.r_NC, joined.mean_N, joined.rstd_N, dresidual_NC, out.dr_NC,
         out.dbranch_NC if run.shape.p > 0 else None, partials_PW, norm.bias_C is not None,
@@ -214,6 +239,8 @@ def project_backward(
     grads: WeightGradients,
 ) -> Slopes:  # fmt: skip
     """Through dh = dy W and the join that made h: the input gradient of the joint projection."""
+    if "qkv" in run.choices.joined:
+        return many_backward(run, dy_NK, weight_KC, dresidual_NC, joined, join, grads)
     if "qkv" not in run.choices.rows:
         dh_NC = input_gradient(dy_NK, weight_KC, impl=run.choices.rest)
         return join_backward(run, dh_NC, dresidual_NC, joined, join, grads)

@@ -17,6 +17,8 @@ from ridgeline.models.fused.joins import (
     join_backward,
     join_forward,
     linear,
+    many_backward,
+    many_forward,
     rows_join,
     rows_slopes,
     rows_sums,
@@ -64,9 +66,10 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         kept_NF = torch.empty_like(a_NF)
         torch.mm(h_NC, up_FC.t(), out=kept_NF)
         activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
-    return Hidden(kept_NF, a_NF), join_forward(
-        run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join
-    )
+    hidden = Hidden(kept_NF, a_NF)
+    if "down" in run.choices.joined:
+        return hidden, many_forward(run, a_NF, weights.down_CF, middle.r_NC, join)
+    return hidden, join_forward(run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join)
 
 
 def mlp_backward(
@@ -80,7 +83,9 @@ def mlp_backward(
         du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, middle.folded, wants_sums)
     grads.product(weights.down_CF, behind.dbranch_NC, hidden.a_NF, weights.down_bias_C)
     grads.product(weights.up_FC, du_NF, middle.h_NC, weights.up_bias_F, partials_PF, norm=middle.folded)
-    if before is None:
+    if before is None and "up" in run.choices.joined:
+        before = many_backward(run, du_NF, weights.up_FC, behind.dr_NC, middle, join, grads)
+    elif before is None:
         dh_NC = input_gradient(du_NF, weights.up_FC, impl=run.choices.rest)
         before = join_backward(run, dh_NC, behind.dr_NC, middle, join, grads)
     return before

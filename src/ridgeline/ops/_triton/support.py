@@ -1,4 +1,4 @@
-"""Whether Triton can run here, checks of arguments, and the arithmetic of launches. Does not import Triton."""
+"""Whether Triton can run here, and the arithmetic of launches. Does not import Triton."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ridgeline.errors import UnsupportedError, nearest
 
-STORAGE = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED_PROGRAMS = 3  # "processors" of the interpreter: few, and odd, so that work divides unevenly in tests
 
 
@@ -70,44 +68,6 @@ def demand(impl: str, known: tuple[str, ...], device: torch.device) -> None:
     reason = availability(impl, known, device)
     if reason is not None:
         raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
-
-
-def check_storage(**tensors: Tensor | None) -> None:
-    """Every tensor given is contiguous and of a storage dtype (fp32, bf16, fp16).
-
-    Raises:
-        UnsupportedError: with the tensor's name, what was expected and what came.
-    """
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype not in STORAGE:
-            raise UnsupportedError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise UnsupportedError(
-                f"{name} must be contiguous, got strides {tensor.stride()} for {tuple(tensor.shape)}"
-            )
-
-
-def check_devices(device: torch.device, **tensors: Tensor | None) -> None:
-    """Every tensor given is on `device`.
-
-    Raises:
-        UnsupportedError: with the tensor's name, what was expected and what came.
-    """
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != device:
-            raise UnsupportedError(f"{name} must be on {device}, got {tensor.device}")
-
-
-def check_shape(name: str, tensor: Tensor | None, expected: tuple[int, ...]) -> None:
-    """A given tensor has the expected shape.
-
-    Raises:
-        UnsupportedError: with expected and got.
-    """
-    if tensor is not None and tuple(tensor.shape) != expected:
-        raise UnsupportedError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
 
 
 def power_of_two(n: int) -> int:

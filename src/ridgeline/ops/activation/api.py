@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.activation.reference import GeluKind, bias_gelu_reference
 
 IMPLEMENTATIONS = ("reference", "torch", "triton")
@@ -43,14 +44,15 @@ def bias_gelu(x: Tensor, bias_F: Tensor | None = None, *, kind: GeluKind = "exac
     demand(impl, IMPLEMENTATIONS, x.device)
     if kind not in ("exact", "tanh"):
         raise UnsupportedError(f"kind must be exact or tanh, got {kind!r}")
-    check_shape("bias_F", bias_F, (x.shape[-1],))
-    check_devices(x.device, bias_F=bias_F)
+    checks.floats(x=x, bias_F=bias_F)
+    checks.shape("bias_F", bias_F, (x.shape[-1],))
+    checks.devices(x.device, bias_F=bias_F)
     if impl == "reference":
         return bias_gelu_reference(x, bias_F, kind=kind)
     if impl == "torch":
         u = x if bias_F is None else x + bias_F
         return F.gelu(u, approximate="tanh" if kind == "tanh" else "none")
-    check_storage(x=x, bias_F=bias_F)
+    checks.storage(x=x, bias_F=bias_F)
     return _BiasGelu.apply(x, bias_F, kind)
 
 

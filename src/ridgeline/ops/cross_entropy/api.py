@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import STORAGE, availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.cross_entropy.reference import IGNORE, cross_entropy_reference, linear_cross_entropy_reference
 
 IMPLEMENTATIONS = ("reference", "torch", "triton")
@@ -27,8 +28,8 @@ def available(impl: str, device: torch.device) -> str | None:
 
 
 def _check_targets(targets_N: Tensor, N: int, device: torch.device) -> None:
-    check_shape("targets_N", targets_N, (N,))
-    check_devices(device, targets_N=targets_N)
+    checks.shape("targets_N", targets_N, (N,))
+    checks.devices(device, targets_N=targets_N)
     if targets_N.dtype not in TARGETS:
         raise UnsupportedError(f"targets_N must be signed integers, got {targets_N.dtype}")
     if not targets_N.is_contiguous():
@@ -50,14 +51,14 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, impl: str = "referenc
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
     demand(impl, IMPLEMENTATIONS, logits_NV.device)
-    if logits_NV.dim() != 2:
-        raise UnsupportedError(f"logits_NV must have two axes, got shape {tuple(logits_NV.shape)}")
+    checks.axes(2, logits_NV=logits_NV)
+    checks.floats(logits_NV=logits_NV)
     _check_targets(targets_N, logits_NV.shape[0], logits_NV.device)
     if impl == "reference":
         return cross_entropy_reference(logits_NV, targets_N.long())
     if impl == "torch":
         return F.cross_entropy(logits_NV, targets_N.long(), ignore_index=IGNORE)
-    if logits_NV.dtype not in STORAGE:
+    if logits_NV.dtype not in checks.STORAGE:
         raise UnsupportedError(f"logits_NV must be float32, bfloat16 or float16, got {logits_NV.dtype}")
     if logits_NV.stride(1) != 1:
         raise UnsupportedError(f"logits_NV must have contiguous columns, got strides {logits_NV.stride()}")
@@ -91,22 +92,18 @@ def linear_cross_entropy(
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
     demand(impl, IMPLEMENTATIONS, hidden_NC.device)
-    if hidden_NC.dim() != 2 or weight_VC.dim() != 2:
-        raise UnsupportedError(
-            f"hidden_NC and weight_VC must have two axes, got {tuple(hidden_NC.shape)} and {tuple(weight_VC.shape)}"
-        )
-    check_shape("weight_VC", weight_VC, (weight_VC.shape[0], hidden_NC.shape[1]))
-    check_shape("bias_V", bias_V, (weight_VC.shape[0],))
-    check_devices(hidden_NC.device, weight_VC=weight_VC, bias_V=bias_V)
+    checks.axes(2, hidden_NC=hidden_NC, weight_VC=weight_VC)
+    checks.floats(hidden_NC=hidden_NC, weight_VC=weight_VC, bias_V=bias_V)
+    checks.alike("hidden_NC", hidden_NC, strict=impl == "triton", weight_VC=weight_VC, bias_V=bias_V)
+    checks.shape("weight_VC", weight_VC, (weight_VC.shape[0], hidden_NC.shape[1]))
+    checks.shape("bias_V", bias_V, (weight_VC.shape[0],))
+    checks.devices(hidden_NC.device, weight_VC=weight_VC, bias_V=bias_V)
     _check_targets(targets_N, hidden_NC.shape[0], hidden_NC.device)
     if impl == "reference":
         return linear_cross_entropy_reference(hidden_NC, weight_VC, bias_V, targets_N.long())
     if impl == "torch":
         return F.cross_entropy(F.linear(hidden_NC, weight_VC, bias_V), targets_N.long(), ignore_index=IGNORE)
-    check_storage(hidden_NC=hidden_NC, weight_VC=weight_VC, bias_V=bias_V)
-    for name, tensor in (("weight_VC", weight_VC), ("bias_V", bias_V)):
-        if tensor is not None and tensor.dtype != hidden_NC.dtype:
-            raise UnsupportedError(f"{name} must be {hidden_NC.dtype} like hidden_NC, got {tensor.dtype}")
+    checks.storage(hidden_NC=hidden_NC, weight_VC=weight_VC, bias_V=bias_V)
     if chunk is not None and chunk < 1:
         raise UnsupportedError(f"chunk must be at least 1, got {chunk}")
     from ridgeline.ops.cross_entropy.linear import head_loss

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
 
 IMPLEMENTATIONS = ("reference", "triton")
@@ -46,10 +47,11 @@ def dropout(x_BTC: Tensor, p: float, state: DropoutState, site: int, *, impl: st
         raise UnsupportedError(f"x_BTC must be (B, T, C) with C a multiple of 4, got shape {tuple(x_BTC.shape)}")
     if not 0 <= p < 1:
         raise UnsupportedError(f"p must be in [0, 1), got {p}")
+    checks.floats(x_BTC=x_BTC)
     if impl == "reference":
         B, T, C = x_BTC.shape
         return x_BTC * hidden_keep(state, site, (B, T, C), p, x_BTC.device) * quantise(p)[1]
-    check_storage(x_BTC=x_BTC)
+    checks.storage(x_BTC=x_BTC)
     return _HiddenDropout.apply(x_BTC, p, state, site)
 
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
 from ridgeline.ops.embedding.reference import embedding_reference
 from ridgeline.ops.sink import fp32_place, written
@@ -56,16 +57,14 @@ def embedding(
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
     demand(impl, IMPLEMENTATIONS, table_VC.device)
-    if ids_BT.dim() != 2 or table_VC.dim() != 2:
-        raise UnsupportedError(
-            f"ids_BT and table_VC must have two axes, got {tuple(ids_BT.shape)} and {tuple(table_VC.shape)}"
-        )
+    checks.axes(2, ids_BT=ids_BT, table_VC=table_VC, positions_RC=positions_RC)
+    checks.floats(table_VC=table_VC, positions_RC=positions_RC)
     if ids_BT.dtype not in (torch.int64, torch.int32):
         raise UnsupportedError(f"ids_BT must be int64 or int32, got {ids_BT.dtype}")
     (B, T), C = ids_BT.shape, table_VC.shape[1]
-    check_devices(table_VC.device, ids_BT=ids_BT, positions_RC=positions_RC)
+    checks.devices(table_VC.device, ids_BT=ids_BT, positions_RC=positions_RC)
     if positions_RC is not None:
-        check_shape("positions_RC", positions_RC, (positions_RC.shape[0], C))
+        checks.shape("positions_RC", positions_RC, (positions_RC.shape[0], C))
         if positions_RC.shape[0] < T:
             raise UnsupportedError(f"positions_RC must have at least {T} rows, got {positions_RC.shape[0]}")
     if dropout is not None and C % 4:
@@ -81,7 +80,7 @@ def embedding(
         if dropout is not None and p > 0:
             out_BTC = out_BTC * hidden_keep(dropout, site, (B, T, C), p, out_BTC.device) * quantise(p)[1]
         return out_BTC
-    check_storage(table_VC=table_VC, positions_RC=positions_RC)
+    checks.storage(table_VC=table_VC, positions_RC=positions_RC)
     if C > MAX_WIDTH:
         raise UnsupportedError(f"impl='triton' takes tables of at most {MAX_WIDTH} columns, got {C}")
     return _Embedding.apply(ids_BT.contiguous(), table_VC, positions_RC, p, dropout, site)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.cross_entropy.api import TARGETS
 from ridgeline.ops.heads.reference import Conditioning, HeadWeights, heads_losses_reference
 
@@ -52,24 +53,24 @@ def heads_losses(
     demand(impl, IMPLEMENTATIONS, state_NC.device)
     if conditioning not in ("logits", "classes"):
         raise UnsupportedError(f"conditioning must be logits or classes, got {conditioning!r}")
-    if state_NC.dim() != 2:
-        raise UnsupportedError(f"state_NC must have two axes, got shape {tuple(state_NC.shape)}")
-    check_shape("targets_NK", targets_NK, (state_NC.shape[0], len(heads)))
+    checks.axes(2, state_NC=state_NC)
+    checks.shape("targets_NK", targets_NK, (state_NC.shape[0], len(heads)))
     if targets_NK.dtype not in TARGETS:
         raise UnsupportedError(f"targets_NK must be signed integers, got {targets_NK.dtype}")
-    check_devices(state_NC.device, targets_NK=targets_NK)
+    checks.devices(state_NC.device, targets_NK=targets_NK)
     width = state_NC.shape[1]
     for index, head in enumerate(heads):
-        (F, C), V = head.up_FC.shape, head.down_VF.shape[0]
         named = {f"{name} of head {index}": tensor for name, tensor in head._asdict().items()}
-        check_devices(state_NC.device, **named)
+        checks.axes(2, **{f"{name} of head {index}": getattr(head, name) for name in ("up_FC", "down_VF")})
+        checks.floats(state_NC=state_NC, **named)
+        checks.alike("state_NC", state_NC, strict=impl == "triton", **named)
+        checks.devices(state_NC.device, **named)
+        (F, C), V = head.up_FC.shape, head.down_VF.shape[0]
         shapes = ((width,), (width,), (F, width), (F,), (V, F), (V,))
         for (name, tensor), shape in zip(named.items(), shapes, strict=True):
-            check_shape(name, tensor, shape)
-            if impl == "triton" and tensor.dtype != state_NC.dtype:
-                raise UnsupportedError(f"{name} must be {state_NC.dtype} like state_NC, got {tensor.dtype}")
+            checks.shape(name, tensor, shape)
         if impl == "triton":
-            check_storage(state_NC=state_NC, **named)
+            checks.storage(state_NC=state_NC, **named)
         width = C + V
     if impl == "reference":
         return heads_losses_reference(state_NC, heads, targets_NK, eps=eps, conditioning=conditioning)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.inputs.reference import InputColumns, input_layer_reference
 
 IMPLEMENTATIONS = ("reference", "triton")
@@ -22,6 +23,28 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def available(impl: str, device: torch.device) -> str | None:
     """Why `impl` cannot run on `device`, or None when it can."""
     return availability(impl, IMPLEMENTATIONS, device)
+
+
+def _check_columns(
+    columns: InputColumns,
+    tables: int,
+    categories_NK: Tensor | None,
+    numbers_NM: Tensor | None,
+    previous_NH: Tensor | None,
+) -> None:
+    """What the vector is made of is there."""
+    for wanted, part, name in (
+        (bool(columns.tables), categories_NK, "categories_NK"),
+        (columns.numbers > 0, numbers_NM, "numbers_NM"),
+        (bool(columns.one_hots), previous_NH, "previous_NH"),
+    ):
+        if wanted and part is None:
+            raise UnsupportedError(f"the columns take {name}, got None")
+    if columns.tables and not 0 <= min(columns.tables) <= max(columns.tables) < tables:
+        raise UnsupportedError(f"the columns name tables {columns.tables}, got {tables} tables")
+    places = [place for place, _ in columns.one_hots]
+    if previous_NH is not None and places and not 0 <= min(places) <= max(places) < previous_NH.shape[1]:
+        raise UnsupportedError(f"the columns name columns {places} of previous_NH, got {tuple(previous_NH.shape)}")
 
 
 def input_layer(
@@ -58,23 +81,28 @@ def input_layer(
     present = [part for part in parts.values() if part is not None]
     if not present:
         raise UnsupportedError("an input layer needs categories, numbers or a previous controller, got none of them")
-    check_devices(weight_CW.device, bias_C=bias_C, **parts)
+    rows = {f"table {index}": table for index, table in enumerate(tables)}
+    checks.axes(2, weight_CW=weight_CW, **parts, **rows)
+    checks.floats(weight_CW=weight_CW, bias_C=bias_C, numbers_NM=numbers_NM, **rows)
+    checks.alike("weight_CW", weight_CW, strict=impl == "triton", bias_C=bias_C, **rows)
+    checks.devices(weight_CW.device, bias_C=bias_C, **parts, **rows)
+    _check_columns(columns, len(tables), categories_NK, numbers_NM, previous_NH)
     width = sum(tables[table].shape[1] for table in columns.tables) + columns.numbers
     width += sum(classes for _, classes in columns.one_hots)
-    check_shape("weight_CW", weight_CW, (weight_CW.shape[0], width))
-    check_shape("bias_C", bias_C, (weight_CW.shape[0],))
+    checks.shape("weight_CW", weight_CW, (weight_CW.shape[0], width))
+    checks.shape("bias_C", bias_C, (weight_CW.shape[0],))
     N = present[0].shape[0]
-    check_shape("categories_NK", categories_NK, (N, len(columns.tables)))
-    check_shape("numbers_NM", numbers_NM, (N, columns.numbers))
+    checks.shape("categories_NK", categories_NK, (N, len(columns.tables)))
+    checks.shape("numbers_NM", numbers_NM, (N, columns.numbers))
     for name in ("categories_NK", "previous_NH"):
         part = parts[name]
         if part is not None and part.dtype not in _INTEGERS:
             raise UnsupportedError(f"{name} must be integers, got {part.dtype}")
     if previous_NH is not None:
-        check_shape("previous_NH", previous_NH, (N, previous_NH.shape[1]))
+        checks.shape("previous_NH", previous_NH, (N, previous_NH.shape[1]))
     if impl == "reference":
         return input_layer_reference(categories_NK, numbers_NM, previous_NH, columns, tables, weight_CW, bias_C)
-    check_storage(weight_CW=weight_CW, bias_C=bias_C, **{f"table {i}": table for i, table in enumerate(tables)})
+    checks.storage(weight_CW=weight_CW, bias_C=bias_C, **rows)
     for name, part in parts.items():
         if part is not None and not part.is_contiguous():
             raise UnsupportedError(f"{name} must be contiguous, got strides {part.stride()}")

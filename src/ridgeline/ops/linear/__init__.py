@@ -68,8 +68,8 @@ def linear(
     reason = unavailable(impl, x.device, x.dtype)
     if reason is not None:
         raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
-    M, K = weight_MK.shape
     _check(x, weight_MK, bias_M, residual, gelu, masks)
+    M, K = weight_MK.shape
     x_NK = x.reshape(-1, K)
     residual_NM = None if residual is None else residual.reshape(-1, M)
     if impl == "reference":
@@ -87,6 +87,11 @@ def _check(
     gelu: GeluKind | None,
     masks: Masks | None,
 ) -> None:
+    if weight_MK.dim() != 2 or x.dim() == 0 or not x.is_floating_point():
+        raise ValueError(
+            f"x must have floats and at least one axis, the weight two, got {x.dtype} and shapes {tuple(x.shape)} and "
+            f"{tuple(weight_MK.shape)}"
+        )
     M, K = weight_MK.shape
     if x.shape[-1] != K:
         raise ValueError(f"x must have the weight's K={K} columns, got shape {tuple(x.shape)}")

@@ -24,6 +24,8 @@ RL_D void store_shared_4(u32 address, u32 a) { asm volatile("st.shared.u32 [%0],
 RL_D u32 as_bits(float value) { return __float_as_uint(value); }
 RL_D float from_bits(u32 bits) { return __uint_as_float(bits); }
 RL_D void sync_warp() { __syncwarp(); }
+// What is the same in all lanes, so that the compiler knows it: descriptors that are made of it stay in uniform registers.
+RL_D int warp_uniform(int value) { return __shfl_sync(FULL, value, 0); }
 RL_D u32 remote_address(u32 address, u32 rank) {  // where `address` lies in block `rank` of the cluster
   u32 there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

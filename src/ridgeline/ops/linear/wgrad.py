@@ -2,7 +2,8 @@
 
 For few rows (a width-256 model at 8,192 tokens) cuBLAS spends a launch and a reduction on each weight gradient; here
 all of a model's fill the card at once, and bias gradients come with them: 26 against 75 µs a block on an H200. At
-131,072 rows it is 2 % of a width-256 block (2,007 against 2,042 µs), and at width 512 cuBLAS is ahead (1,490, 1,600).
+131,072 rows it is 2 % of a width-256 block (2,007 against 2,042 µs; with tiles side by side 3 % more), and at width 512
+cuBLAS is ahead (1,490, 1,600).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _PROBLEM = struct.Struct("<QQiiii")
 KINDS = f"M{MAX_PROBLEMS * (256 + _PROBLEM.size) // 128}PPPPP"  # of the kernel's parameters
 
 Shape = tuple[int, int, bool]  # M, K, has a bias gradient
+Piece = tuple[int, int, int, int]  # worker, tile, first chunk, count
 
 
 class Gradient(NamedTuple):
@@ -94,8 +96,33 @@ def stages(tile_n: int) -> int:
     return min(8, (SMEM_LIMIT - 2048) // slot)
 
 
-def _pieces(places: int, chunks: int, workers: int) -> list[tuple[int, int, int, int]]:
-    """Divides `places` tiles of `chunks` evenly: (worker, tile, first chunk, count), a tile's one after the other."""
+def _pieces(places: int, chunks: int, workers: int) -> list[Piece]:
+    """Divides `places` tiles of `chunks` evenly among workers; a tile's pieces come one after the other.
+
+    As many workers as there are tiles go through the same rows side by side, each with a tile, so that what tiles share
+    comes from memory once. As many such fronts as there are workers for share the rows; workers that are left over
+    share the last rows of all tiles.
+    """
+    if places == 0:
+        return []
+    fronts, length = workers // places, places * chunks / workers
+    if length < SHORTEST:
+        fronts = max(1, chunks // SHORTEST)
+        length = chunks / fronts
+    bounds = [round(front * length) for front in range(fronts + 1)]
+    pieces = [
+        (front * places + tile, tile, first, end - first)
+        for front, (first, end) in enumerate(itertools.pairwise(bounds))
+        for tile in range(places)
+    ]
+    done, busy = bounds[-1], fronts * places
+    rest = _in_a_row(places, chunks - done, workers - busy) if done < chunks else []
+    pieces += [(busy + worker, tile, done + first, count) for worker, tile, first, count in rest]
+    return sorted(pieces, key=lambda piece: piece[1:])
+
+
+def _in_a_row(places: int, chunks: int, workers: int) -> list[Piece]:
+    """Divides tiles of `chunks` evenly, one tile after the other."""
     total, bounds = places * chunks, []
     for worker in range(workers + 1):
         bound = worker * total // workers
@@ -116,7 +143,8 @@ def _pieces(places: int, chunks: int, workers: int) -> list[tuple[int, int, int,
 def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) -> Plan:
     """Divide tiles and chunks of rows among blocks: as many whole tiles for each as there are, the rest evenly.
 
-    Blocks work in pairs where that does not leave many without work.
+    Tiles go through the same rows at the same time as far as that can be (`_pieces`). Blocks work in pairs where that
+    does not leave many without work.
 
     Args:
         shapes: of each layer.

@@ -90,13 +90,13 @@ RL_D void multiply(float (&acc)[TILE_N / 2], float (&sum)[4], int count, Ring& r
   int last = 0;
   for (int chunk = 0; chunk < count; ++chunk) {
     barrier_wait(ring.full + 8 * ring.slot, ring.phase);
-    const u32 a = ring.address() + group * SUBTILE, b = ring.address() + A_BYTES;
+    const u64 a = operand_mn_major(ring.address() + group * SUBTILE, SUBTILE);
+    const u64 b = operand_mn_major(ring.address() + A_BYTES, SUBTILE), ones = operand_k_major(ring.smem + ONES);
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < CHUNK / 16; ++k) {
-      const u64 a_operand = operand_mn_major(a + k * 16 * ROW_BYTES, SUBTILE);
-      wgmma<TILE_N, 1, 1>(acc, a_operand, operand_mn_major(b + k * 16 * ROW_BYTES, SUBTILE), chunk + k > 0);
-      if (BIAS) wgmma<8, 1, 0>(sum, a_operand, operand_k_major(ring.smem + ONES), chunk + k > 0);
+    for (int k = 0; k < CHUNK / 16; ++k) {  // an operand's address is in units of 16 bytes
+      wgmma<TILE_N, 1, 1>(acc, a + k * ROW_BYTES, b + k * ROW_BYTES, chunk + k > 0);
+      if (BIAS) wgmma<8, 1, 0>(sum, a + k * ROW_BYTES, ones, chunk + k > 0);
     }
     wgmma_commit();
     if (chunk > 0) {
@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                          float* sums, float* squares) {
   const u32 smem = dynamic_smem();
   const u32 full = smem + BARRIERS, empty = full + 8 * STAGES;
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = warp_uniform(threadIdx.x / 128) - 1, warp = warp_uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 1);

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError, nearest
-from ridgeline.ops._triton.support import check_devices, check_shape, triton_missing
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.linear.reference import Masks
 from ridgeline.ops.mlp.kernels import WIDTHS
 from ridgeline.ops.mlp.reference import (
@@ -47,21 +48,20 @@ def available(impl: str, device: torch.device, dtype: torch.dtype, C: int, inner
 
 
 def _demand(
-    impl: str, C: int, inner: int, x: Tensor, masks: Masks | None, rows: tuple[str, ...], **tensors: Tensor | None
+    impl: str, C: int, inner: int, x: Tensor, masks: Masks | None, **operands: tuple[Tensor | None, tuple[int, ...]]
 ) -> None:
+    """Operands come with the shapes that they must have."""
     reason = available(impl, x.device, x.dtype, C, inner)
     if reason is not None:
         raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")
-    check_devices(x.device, **tensors)
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype:
-            raise UnsupportedError(f"{name} must be {x.dtype} like the rest, got {tensor.dtype}")
-        if impl == "cuda" and not tensor.is_contiguous():
+    tensors = {name: tensor for name, (tensor, _) in operands.items()}
+    checks.floats(**tensors)
+    checks.alike("the rest", x, strict=True, **tensors)
+    checks.devices(x.device, **tensors)
+    for name, (tensor, shape) in operands.items():
+        checks.shape(name, tensor, shape)
+        if impl == "cuda" and tensor is not None and not tensor.is_contiguous():
             raise UnsupportedError(f"{name} must be contiguous, got strides {tensor.stride()}")
-        if name in rows and len(tensor) != len(x):
-            raise UnsupportedError(f"{name} must have {len(x)} rows, got {len(tensor)}")
     if masks is not None and len(x) % masks.T:
         raise UnsupportedError(f"rows must be a multiple of the masks' T={masks.T}, got {len(x)}")
     if len(x) == 0:
@@ -85,14 +85,14 @@ def mlp_half(
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
-    C, F = r_NC.shape[-1], len(mlp.up_FC)
+    checks.axes(2, r_NC=r_NC, up_FC=mlp.up_FC)
+    (N, C), F = r_NC.shape, len(mlp.up_FC)
     _demand(
-        impl, C, F, r_NC, masks, (), r_NC=r_NC, weight_C=norm.weight_C, bias_C=norm.bias_C, up_FC=mlp.up_FC,
-        up_bias_F=mlp.up_bias_F, down_CF=mlp.down_CF, down_bias_C=mlp.down_bias_C, next_weight_C=next_norm.weight_C,
-        next_bias_C=next_norm.bias_C,
+        impl, C, F, r_NC, masks, r_NC=(r_NC, (N, C)), weight_C=(norm.weight_C, (C,)), bias_C=(norm.bias_C, (C,)),
+        up_FC=(mlp.up_FC, (F, C)), up_bias_F=(mlp.up_bias_F, (F,)), down_CF=(mlp.down_CF, (C, F)),
+        down_bias_C=(mlp.down_bias_C, (C,)), next_weight_C=(next_norm.weight_C, (C,)),
+        next_bias_C=(next_norm.bias_C, (C,)),
     )  # fmt: skip
-    check_shape("up_FC", mlp.up_FC, (F, C))
-    check_shape("down_CF", mlp.down_CF, (C, F))
     if (norm.kind, norm.eps) != (next_norm.kind, next_norm.eps):
         raise UnsupportedError(f"both norms must be alike, got {norm[:2]} and {next_norm[:2]}")
     if impl == "reference":
@@ -122,12 +122,12 @@ def project_join(
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
-    C, K = weight_CK.shape
+    checks.axes(2, x_NK=x_NK, weight_CK=weight_CK)
+    (C, K), N = weight_CK.shape, len(x_NK)
     _demand(
-        impl, C, K, x_NK, masks, ("residual_NC",), x_NK=x_NK, weight_CK=weight_CK, bias_C=bias_C,
-        residual_NC=residual_NC, norm_weight_C=norm.weight_C, norm_bias_C=norm.bias_C,
+        impl, C, K, x_NK, masks, x_NK=(x_NK, (N, K)), weight_CK=(weight_CK, (C, K)), bias_C=(bias_C, (C,)),
+        residual_NC=(residual_NC, (N, C)), norm_weight_C=(norm.weight_C, (C,)), norm_bias_C=(norm.bias_C, (C,)),
     )  # fmt: skip
-    check_shape("x_NK", x_NK, (len(x_NK), K))
     if impl == "reference":
         return project_join_reference(x_NK, weight_CK, bias_C, residual_NC, norm, masks)
     from ridgeline.ops.mlp.function import ProjectJoin
@@ -152,12 +152,12 @@ def norm_project(
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
+    checks.axes(2, r_NC=r_NC, weight_QC=weight_QC)
     Q, C = weight_QC.shape
     _demand(
-        impl, C, Q, r_NC, None, (), r_NC=r_NC, weight_QC=weight_QC, bias_Q=bias_Q, norm_weight_C=norm.weight_C,
-        norm_bias_C=norm.bias_C,
+        impl, C, Q, r_NC, None, r_NC=(r_NC, (len(r_NC), C)), weight_QC=(weight_QC, (Q, C)), bias_Q=(bias_Q, (Q,)),
+        norm_weight_C=(norm.weight_C, (C,)), norm_bias_C=(norm.bias_C, (C,)),
     )  # fmt: skip
-    check_shape("r_NC", r_NC, (len(r_NC), C))
     if impl == "reference":
         return norm_project_reference(r_NC, norm, weight_QC, bias_Q)
     from ridgeline.ops.mlp.function import NormProject

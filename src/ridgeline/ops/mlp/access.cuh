@@ -7,6 +7,7 @@ namespace rl {
 
 RL_D float shuffle_xor(float value, int mask) { return __shfl_xor_sync(FULL, value, mask); }
 RL_D void sync_warp() { __syncwarp(); }
+RL_D int warp_uniform(int value) { return __shfl_sync(FULL, value, 0); }
 RL_D void sync_block() { __syncthreads(); }
 RL_D uint4 load_stream(const uint4* pointer) { return __ldcs(pointer); }  // read once
 // A load that stays where it is written, among products and stores.
@@ -17,6 +18,11 @@ RL_D uint4 load_here(const void* pointer) {
 }
 RL_D void prefetch_bytes(const void* pointer, u32 bytes) {  // into L2; both at multiples of 16
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
+}
+RL_D float reciprocal_root(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 RL_D uint4 load_shared_16(u32 address) {
   uint4 v;

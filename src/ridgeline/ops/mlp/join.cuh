@@ -3,6 +3,7 @@
 //
 // Macros: RMS, DROPOUT; forward RESIDUAL, NORM_BIAS; backward RESIDUAL, NORM_BIAS, BRANCH_BIAS.
 #pragma once
+#include "columns.cuh"
 #include "ridgeline/dropout.cuh"
 #include "tile.cuh"
 
@@ -163,7 +164,7 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], Residua
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i) {
     const bool inside = row + 8 * i < p.rows;
-    const float rstd = 1.f / sqrtf(squares[i] * (1.f / WIDTH) + p.eps);
+    const float rstd = reciprocal_root(squares[i] * (1.f / WIDTH) + p.eps);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;
@@ -220,23 +221,6 @@ RL_D void own_columns(float (&v)[OWN_ROWS][COUNT], const Place& me) {
           (high ? x[2 * j] : x[2 * j + 4]) = got;
         }
       }
-}
-
-// Sums of eight values over the eight rows of a warp's lanes; lane l returns value l / 4's.
-RL_D float column_sum(const float (&x)[8], int lane) {
-  float four[4], two[2];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    const float other = shuffle_xor(lane & 16 ? x[k] : x[k + 4], 16);
-    four[k] = (lane & 16 ? x[k + 4] : x[k]) + other;
-  }
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    const float other = shuffle_xor(lane & 8 ? four[k] : four[k + 2], 8);
-    two[k] = (lane & 8 ? four[k + 2] : four[k]) + other;
-  }
-  const float other = shuffle_xor(lane & 4 ? two[0] : two[1], 4);
-  return (lane & 4 ? two[1] : two[0]) + other;
 }
 
 // Sum over a warpgroup's warps of column `column` of rows of `columns` floats at `address`, always in the same order.

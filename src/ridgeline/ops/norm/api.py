@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
 from ridgeline.ops.norm.reference import NormKind, norm_reference, residual_norm_reference
 
@@ -29,12 +30,13 @@ def _check(impl: str, kind: str, x: Tensor, weight_C: Tensor, bias_C: Tensor | N
     demand(impl, IMPLEMENTATIONS, x.device)
     if kind not in ("layernorm", "rmsnorm"):
         raise UnsupportedError(f"kind must be layernorm or rmsnorm, got {kind!r}")
+    checks.floats(x=x, weight_C=weight_C, bias_C=bias_C, **more)
     C = x.shape[-1]
-    check_shape("weight_C", weight_C, (C,))
-    check_shape("bias_C", bias_C, (C,))
-    check_devices(x.device, weight_C=weight_C, bias_C=bias_C, **more)
+    checks.shape("weight_C", weight_C, (C,))
+    checks.shape("bias_C", bias_C, (C,))
+    checks.devices(x.device, weight_C=weight_C, bias_C=bias_C, **more)
     if impl == "triton":
-        check_storage(x=x, weight_C=weight_C, bias_C=bias_C, **more)
+        checks.storage(x=x, weight_C=weight_C, bias_C=bias_C, **more)
         if C > MAX_WIDTH:
             raise UnsupportedError(f"impl='triton' takes rows of at most {MAX_WIDTH} numbers, got {C}")
 
@@ -128,8 +130,8 @@ def residual_norm(
     if branch_BTC.dim() != 3:
         raise UnsupportedError(f"branch_BTC must have three axes, got shape {tuple(branch_BTC.shape)}")
     C = branch_BTC.shape[-1]
-    check_shape("residual_BTC", residual_BTC, tuple(branch_BTC.shape))
-    check_shape("branch_bias_C", branch_bias_C, (C,))
+    checks.shape("residual_BTC", residual_BTC, tuple(branch_BTC.shape))
+    checks.shape("branch_bias_C", branch_bias_C, (C,))
     if dropout is not None and C % 4:
         raise UnsupportedError(f"dropout needs a width that is a multiple of 4, got {C}")
     if dropout is None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, demand
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, demand
 from ridgeline.ops.optimizer.reference import AdamWSettings, AdamWState, adamw_reference
 
 IMPLEMENTATIONS = ("reference", "triton")
@@ -30,7 +31,7 @@ def check_state(state: AdamWState) -> None:
         UnsupportedError: with the buffer's name, what was expected and what came.
     """
     tensors = {name: value for name, value in state._asdict().items() if isinstance(value, Tensor)}
-    check_devices(state.weights.device, **tensors)
+    checks.devices(state.weights.device, **tensors)
     for names, dtype in ((_FP32, torch.float32), (_INT64, torch.int64), (("growth",), torch.int32)):
         for name in names:
             if name in tensors and tensors[name].dtype != dtype:
@@ -44,8 +45,8 @@ def check_state(state: AdamWState) -> None:
     if not 0 <= state.start <= state.boundary:
         raise UnsupportedError(f"start must be between 0 and boundary={state.boundary}, got {state.start}")
     for name in ("weights", "moment_1", "copy"):
-        check_shape(name, tensors.get(name), (M,))
-    check_shape("moment_2", state.moment_2, (M - state.start,))
+        checks.shape(name, tensors.get(name), (M,))
+    checks.shape("moment_2", state.moment_2, (M - state.start,))
     if state.gradient.dim() != 1 or state.gradient.numel() < M:
         raise UnsupportedError(f"gradient must have at least {M} elements, got shape {tuple(state.gradient.shape)}")
     if not 0 <= state.boundary <= M:

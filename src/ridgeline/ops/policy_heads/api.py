@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
-from ridgeline.ops._triton.support import availability, check_devices, check_shape, check_storage, triton_missing
+from ridgeline.ops import checks
+from ridgeline.ops._triton.support import availability, triton_missing
 from ridgeline.ops.policy_heads.layout import layout
 from ridgeline.ops.policy_heads.reference import HeadWeights, policy_heads_reference
 
@@ -62,7 +63,7 @@ def policy_heads(
     reason = unsupported(impl, x_NC.shape[1], shapes, x_NC.dtype)
     if reason is not None:
         raise UnsupportedError(reason)
-    check_storage(**{f"heads[{i}].{name}": w for i, head in enumerate(heads) for name, w in head._asdict().items()})
+    checks.storage(**{f"heads[{i}].{name}": w for i, head in enumerate(heads) for name, w in head._asdict().items()})
     from ridgeline.ops.policy_heads.function import PolicyHeads  # imports Triton
 
     return PolicyHeads.apply(
@@ -87,19 +88,22 @@ def unsupported(impl: str, width: int, shapes: Sequence[tuple[int, int]], dtype:
 
 
 def _check(x_NC: Tensor, heads: Sequence[HeadWeights], targets_NK: Tensor) -> None:
-    if x_NC.dim() != 2 or not heads:
-        raise UnsupportedError(f"policy_heads takes x_NC and at least one head, got {tuple(x_NC.shape)}, {len(heads)}")
-    check_shape("targets_NK", targets_NK, (x_NC.shape[0], len(heads)))
+    checks.axes(2, x_NC=x_NC)
+    if not heads:
+        raise UnsupportedError("policy_heads takes at least one head, got none")
+    checks.shape("targets_NK", targets_NK, (x_NC.shape[0], len(heads)))
     if targets_NK.is_floating_point() or targets_NK.dtype == torch.bool:
         raise UnsupportedError(f"targets_NK must be integers, got {targets_NK.dtype}")
+    checks.floats(x_NC=x_NC)
     S = x_NC.shape[1]
     for index, head in enumerate(heads):
+        checks.axes(2, **{f"heads[{index}].up_HS": head.up_HS, f"heads[{index}].down_VH": head.down_VH})
         H, V = head.up_HS.shape[0], head.down_VH.shape[0]
         shapes = ((S,), (S,), (H, S), (H,), (V, H), (V,))
         for (name, weight), shape in zip(head._asdict().items(), shapes, strict=True):
-            check_shape(f"heads[{index}].{name}", weight, shape)
+            checks.shape(f"heads[{index}].{name}", weight, shape)
             if weight.dtype != x_NC.dtype:
                 raise UnsupportedError(f"heads[{index}].{name} must be {x_NC.dtype} like x_NC, got {weight.dtype}")
-        check_devices(x_NC.device, **head._asdict())
+        checks.devices(x_NC.device, **head._asdict())
         S += V
-    check_devices(x_NC.device, targets_NK=targets_NK)
+    checks.devices(x_NC.device, targets_NK=targets_NK)

@@ -1,0 +1,407 @@
+"""Many rows at width 256 on a card: products with their joins, and weight gradients, against what they replace.
+
+PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|steps|blocks … [gpt2-c256-512 fast-c256-512]
+
+kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart; weight
+          gradients of a layer divided as before (one tile after the other) and side by side
+check     two blocks with joined products against fp64 (fused_gpu)
+blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fused_gpu
+import torch
+from fused_gpu import WORKLOADS
+
+from ridgeline.engine import TrainStep
+from ridgeline.models import LanguageConfig, LanguageModel
+from ridgeline.models.fused import stack
+from ridgeline.models.fused.choices import choose
+from ridgeline.ops.early import early_launches
+from ridgeline.ops.linear import products, wgrad
+from ridgeline.ops.linear.reduce import Job
+from ridgeline.ops.linear.wgrad import Gradient, weight_gradients_raw
+from ridgeline.ops.mlp import many
+from ridgeline.ops.mlp.kernels import Join, JoinGradient
+from ridgeline.ops.norm import triton as norms
+
+OUT = os.environ.get("OUT", "/tmp")
+END = time.time() + 3600
+N, EPS = 131072, 1e-5
+PRODUCTS = frozenset(("out", "down", "up", "qkv"))
+VARIANTS = {  # name: (weight gradients side by side, changes to the choices)
+    "main": (False, {"joined": frozenset()}),
+    "side by side": (True, {"joined": frozenset()}),
+    "joined": (True, {"joined": PRODUCTS}),
+}
+BEFORE = functools.lru_cache(maxsize=64)(
+    lambda *a: _plan(lambda places, chunks, workers: wgrad._in_a_row(places, chunks, workers) if places else [], *a)
+)
+PIECES, AFTER, SOURCE = wgrad._pieces, wgrad.launch_plan, wgrad.SOURCE
+# The kernel of weight gradients as it was, if its folder lies there.
+BEFORE_SOURCE = Path(".carry/b512_before/wgrad_sm90.cu").resolve()
+BEFORE_SOURCE = BEFORE_SOURCE if BEFORE_SOURCE.is_file() else SOURCE
+
+
+def _plan(pieces, *arguments):
+    wgrad._pieces = pieces
+    try:
+        return AFTER.__wrapped__(*arguments)
+    finally:
+        wgrad._pieces = PIECES
+
+
+@contextlib.contextmanager
+def variant(name):
+    """Stacks and steps that are made meanwhile."""
+    beside, changes = VARIANTS[name]
+    wgrad.launch_plan, wgrad.SOURCE = (AFTER, SOURCE) if beside else (BEFORE, BEFORE_SOURCE)
+    stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
+    try:
+        yield
+    finally:
+        wgrad.launch_plan, wgrad.SOURCE, stack.choose = AFTER, SOURCE, choose
+
+
+def turns(functions, rounds=4, repeats=8):
+    """Median us of each, in turns."""
+    times = {key: [] for key in functions}
+    for turn in range(rounds + 1):
+        for key in list(functions) if turn % 2 else list(functions)[::-1]:
+            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            functions[key]()
+            a.record()
+            for _ in range(repeats):
+                functions[key]()
+            b.record()
+            torch.cuda.synchronize()
+            times[key] += [a.elapsed_time(b) / repeats * 1000] * (turn > 0)
+    return {key: statistics.median(values) for key, values in times.items()}
+
+
+def relative(a, b):
+    return float((a.double() - b).norm() / b.norm())
+
+
+def told(label, got, apart, exact):
+    """One line: the worst error as a multiple of what product and join apart err."""
+    ratios = {n: relative(got[n], exact[n]) / max(relative(apart[n], exact[n]), 1e-7) for n in exact}
+    worst = max(ratios, key=lambda n: ratios[n] if ratios[n] == ratios[n] else float("inf"))
+    print(f"{label}: {'right' if ratios[worst] <= 1.5 else 'WRONG'}, {ratios[worst]:.2f} ({worst})", end="", flush=True)
+    return ratios[worst] <= 1.5
+
+
+def normal(*shape, scale=1.0):
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def exact_norm(x, weight, shift, rms):
+    if rms:
+        return torch.nn.functional.rms_norm(x, (256,), weight, EPS)
+    return torch.nn.functional.layer_norm(x, (256,), weight, shift, EPS)
+
+
+def forward(label, K, rms):
+    kind = "rmsnorm" if rms else "layernorm"
+    x, weight, residual, scale = normal(N, K), normal(256, K, scale=K**-0.5), normal(N, 256), normal(256) + 1
+    shift, bias = (None, None) if rms else (normal(256), normal(256))
+    nan = lambda *s, dtype=torch.bfloat16: torch.full(s, float("nan"), device="cuda", dtype=dtype)
+    new = lambda: [nan(N, 256), nan(N, 256), None if rms else nan(N, dtype=torch.float32), nan(N, dtype=torch.float32)]
+    joined, apart, branch = new(), new(), nan(N, 256)
+
+    def together():
+        many.project_many_forward_raw(x, weight, Join(kind, EPS, scale, shift, bias, residual, *joined, None))
+
+    def before():
+        r, h, mean, rstd = apart
+        if K <= 256:  # as a block does with attention's projection
+            products.forward_raw(x, weight, r, bias_M=bias, residual_NM=residual, impl="cuda")
+            norms.norm_forward_raw(r, scale, shift, h, mean, rstd, eps=EPS, kind=kind)
+        else:
+            torch.mm(x, weight.t(), out=branch)
+            norms.norm_forward_raw(
+                branch,
+                scale,
+                shift,
+                h,
+                mean,
+                rstd,
+                eps=EPS,
+                kind=kind,
+                r_NC=r,
+                residual_NC=residual,
+                branch_bias_C=bias,
+            )
+
+    together(), before()
+    again = [None if t is None else t.clone() for t in joined]
+    together()
+    same = all(a is None or torch.equal(a, b) for a, b in zip(again, joined))
+    r = x.double() @ weight.double().t() + residual.double() + (0 if bias is None else bias.double())
+    exact = {"r": r, "h": exact_norm(r, scale.double(), None if shift is None else shift.double(), rms)}
+    right = told(label, dict(zip("rh", joined)), dict(zip("rh", apart)), exact)
+    return report(right and same, same, together, before)
+
+
+def backward(label, K, rms):
+    kind, kinds = ("rmsnorm", 1) if rms else ("layernorm", 2)
+    dy, weight, scale = normal(N, K), normal(K, 256, scale=K**-0.5), normal(256) + 1
+    r, dresidual = normal(N, 256) + 0.3, normal(N, 256)
+    mean = None if rms else r.float().mean(1)
+    rstd = ((r.float() if rms else r.float() - mean[:, None]).square().mean(1) + EPS).rsqrt()
+    dr, dr_apart = torch.empty_like(r), torch.empty_like(r)
+    partials = torch.full((many.blocks(N, r.device), kinds * 256), float("nan"), device="cuda")
+    partials_apart = torch.empty(norms.partial_rows(N, 256, r), kinds * 256, device="cuda")
+    join = JoinGradient(kind, scale, r, mean, rstd, dresidual, dr, None, partials, not rms, False, None)
+
+    def together():
+        many.project_many_backward_raw(dy, weight, join)
+
+    def before():
+        norms.norm_backward_raw(
+            dy @ weight,
+            r,
+            scale,
+            mean,
+            rstd,
+            partials_apart,
+            kind=kind,
+            bias=not rms,
+            branch_bias=False,
+            dresidual_NC=dresidual,
+            dr_NC=dr_apart,
+        )
+
+    together(), before()
+    again = [dr.clone(), partials.clone()]
+    together()
+    same = torch.equal(again[0], dr) and torch.equal(again[1], partials)
+    leaves = [t.double().requires_grad_() for t in (r, scale, torch.zeros_like(scale))]
+    h = exact_norm(*leaves, rms) + (leaves[2] if rms else 0)
+    expected, dscale, dshift = torch.autograd.grad(h, leaves, dy.double() @ weight.double())
+    exact = {"dr": expected + dresidual.double(), "dscale": dscale} | ({} if rms else {"dshift": dshift})
+    take = lambda d, p: dict(zip(("dr", "dscale", "dshift"), (d, *p.double().sum(0).split(256))))
+    right = told(label, take(dr, partials), take(dr_apart, partials_apart), exact)
+    return report(right and same, same, together, before)
+
+
+def report(right, same, together, before):
+    if not right:
+        print("" if same else ", REPEATS DIFFER", flush=True)
+        return None
+    us = turns({"joined": together, "apart": before})
+    print(f", us {us['joined']:.1f} (apart {us['apart']:.1f})", flush=True)
+    return us
+
+
+def gradients(label, shapes, biases):
+    made = [
+        Gradient(
+            normal(N, M),
+            normal(N, K),
+            torch.empty(M, K, device="cuda"),
+            torch.empty(M, device="cuda") if biases else None,
+        )
+        for M, K in shapes
+    ]
+    sums = 512 if biases else 256
+    also = lambda rows: [
+        Job(torch.randn(rows, 1, sums, device="cuda"), torch.empty(1, sums, device="cuda")) for _ in range(2)
+    ]
+    many_sums, few_sums = also(1056), also(132)
+
+    def run(plan, more, source=SOURCE):
+        wgrad.launch_plan, wgrad.SOURCE = plan, source
+        weight_gradients_raw(made, also=more)
+        wgrad.launch_plan, wgrad.SOURCE = AFTER, SOURCE
+
+    for plan in (BEFORE, AFTER):
+        for g in made:
+            g.dweight_MK.fill_(float("nan"))
+        run(plan, many_sums)
+        first = [g.dweight_MK.clone() for g in made]
+        run(plan, many_sums)
+        same = all(torch.equal(a, g.dweight_MK) for a, g in zip(first, made))
+        errors = []
+        for g in made:
+            truth = g.dy_NM.double().t() @ g.x_NK.double()
+            errors.append(relative(g.dweight_MK, truth))
+            if biases:
+                errors.append(relative(g.dbias_M, g.dy_NM.double().sum(0)))
+        # wgmma rounds towards zero: half of 4.5e-8 a step of 16 rows that a share has, 2,000 of them at most.
+        if not (max(errors) < 5e-5 and same):
+            print(f"{label}: WRONG {max(errors):.3g}, same bits {same}", flush=True)
+            return None
+    print(f"{label}: error {max(errors):.2g}", flush=True)
+    us = turns(
+        {
+            "main": lambda: run(BEFORE, many_sums, BEFORE_SOURCE), "in a row": lambda: run(BEFORE, many_sums),
+            "side by side": lambda: run(AFTER, many_sums),
+            "side by side, few sums": lambda: run(AFTER, few_sums),
+            "cuBLAS": lambda: cublas(made),
+        }
+    )
+    print(f"{label}: right, us " + ", ".join(f"{key} {value:.1f}" for key, value in us.items()), flush=True)
+    return us
+
+
+def cublas(made):
+    for g in made:
+        products.weight_gradient_raw(g.dy_NM, g.x_NK, g.dweight_MK, accumulate=False)
+
+
+def kernels(names):
+    out = {}
+    for name in names:
+        config = WORKLOADS[name][0]
+        F, Q = config.hidden, config.qkv_width
+        rms = config.norm == "rmsnorm"
+        trials = {
+            "gradients": lambda: gradients(
+                f"{name} weight gradients", [(256, F), (F, 256), (256, 256), (Q, 256)], config.bias
+            ),
+            "up": lambda: backward(f"{name} up's gradient", F, rms),
+            "qkv": lambda: backward(f"{name} qkv's gradient", Q, rms),
+            "down": lambda: forward(f"{name} down", F, rms),
+            "out": lambda: forward(f"{name} out", 256, rms),
+        }
+        for key, trial in trials.items():
+            if time.time() > END - 3:
+                return out
+            try:
+                out[f"{name} {key}"] = trial()
+            except Exception as error:
+                print(f"{name} {key} FAILED {error!r}"[:300], flush=True)
+            torch.cuda.empty_cache()
+            keep("kernels", out)
+    return out
+
+
+@contextlib.contextmanager
+def chosen(early, changes):
+    """`fused_gpu.chosen` for the variants here."""
+    with variant(changes["name"]), early_launches(early):
+        yield
+
+
+def lend(keys):
+    """fused_gpu's trials take these variants."""
+    fused_gpu.variants = lambda name: {key: (False, {"name": key}) for key in keys}
+    fused_gpu.chosen = chosen
+
+
+def check(names):
+    lend(["joined"])
+    out = {}
+    for name in names:
+        if time.time() < END - 5:
+            out[name] = fused_gpu.check(name)
+            keep("check", out)
+            torch.cuda.empty_cache()
+
+
+def blocks(names):
+    lend(VARIANTS)
+    out = {}
+    for name in names:
+        if time.time() < END - 6:
+            out[name] = fused_gpu.block(name)
+            keep("blocks", out)
+            torch.cuda.empty_cache()
+
+
+def steps(names):
+    """Whole steps in turns, and their losses after as many of them."""
+    out = {}
+    for name in names:
+        if time.time() > END - 6:
+            break
+        config, B, T = WORKLOADS[name]
+        tokens = torch.randint(65, (B, T + 1), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+        batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+        made = {}
+        large = B * T > 65536
+        for key in list(VARIANTS)[: 2 + large]:
+            if time.time() > END - 8:
+                break
+            m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
+            train = TrainStep(m, precision="bf16")
+            with variant(key):
+                for _ in range(5):
+                    train(batch)
+                torch.cuda.synchronize()
+            made[key] = functools.partial(train, batch)
+        us = turns(made, 4, 6 if large else 50)
+        out[name] = {key: value / 1000 for key, value in us.items()}
+        print(name, "ms a step", {key: round(value, 3) for key, value in out[name].items()}, flush=True)
+        losses = {key: run.func.metrics()[-1].loss for key, run in made.items()}
+        print("   loss after as many steps", {key: round(float(x), 5) for key, x in losses.items()}, flush=True)
+        keep("steps", out)
+        made.clear()
+        torch.cuda.empty_cache()
+    return out
+
+
+def keep(name, out):
+    with open(f"{OUT}/many_{name}.json", "w") as file:
+        json.dump(out, file)
+
+
+def compile_only(names):
+    """Fills the cache; no card is asked."""
+    for rms in (False, True):
+        for back in (False, True):
+            many.cuda.build(
+                many.SOURCE,
+                many.macros(
+                    torch.bfloat16, backward=back, rms=rms, norm_bias=not rms, branch_bias=not rms and not back
+                ),
+            )
+
+
+TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps}
+
+
+def main():
+    """The trials in a process, and what one that dies leaves in another."""
+    end = time.time() + float(sys.argv[1])
+    names = [a for a in sys.argv[2:] if a in WORKLOADS] or ["gpt2-c256-512", "fast-c256-512"]
+    trials = [a for a in sys.argv[2:] if a in TRIALS]
+    while trials and end - time.time() > 5:
+        left = end - time.time()
+        command = [sys.executable, "-u", __file__, str(left - 2), *trials, *names]
+        try:
+            done = subprocess.run(command, env=os.environ | {"MANY_GPU": "1"}, timeout=left).returncode == 0
+        except subprocess.TimeoutExpired:
+            print(f"cut after {left:.0f} s", flush=True)
+            return
+        begun = open(f"{OUT}/many_begun").read().split()
+        trials = [] if done else trials[trials.index(begun[-1]) + 1 :]
+
+
+def trials_of_a_process():
+    """What `main` asks of this process."""
+    global END
+    END = time.time() + float(sys.argv[1])
+    names = [a for a in sys.argv[2:] if a in WORKLOADS]
+    for trial in (a for a in sys.argv[2:] if a in TRIALS):
+        with open(f"{OUT}/many_begun", "w") as file:
+            file.write(trial)
+        start = time.time()
+        TRIALS[trial](names)
+        torch.cuda.empty_cache()
+        print(f"   ({trial} took {time.time() - start:.1f} s, {END - time.time():.0f} left)", flush=True)
+
+
+if __name__ == "__main__":
+    trials_of_a_process() if os.environ.get("MANY_GPU") else main()

@@ -1,0 +1,101 @@
+"""Products with the join beside them for many rows of width 256: launching project_many.cu.
+
+What kernels.py's projections do for few rows, without dropout and without sums of the branch's gradient. µs of a block
+at 131,072 rows on an H200, its four products with their joins and apart: gpt2-c256 1,875 and 1,926, fast-c256 1,236 and
+1,331.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops._triton.support import processors
+from ridgeline.ops.mlp.kernels import Join, JoinGradient
+from ridgeline.ops.scope import product_scope
+
+SOURCE = Path(__file__).parent / "project_many.cu"
+WIDTH = 256
+TILE_ROWS, THREADS, STAGES = 128, 384, 3
+SMEM = STAGES * 3 * 128 * 128 + 128 * WIDTH * 2 + 3 * WIDTH * 2 + 128  # as in the kernel
+KINDS = {"project_many_forward": "MMMMMPPPPPfii", "project_many_backward": "MMMMMPPPPqii"}
+
+
+def blocks(N: int, device: torch.device) -> int:
+    """Thread blocks of a launch: pairs, as many as the card holds and there is work for."""
+    return 2 * min(-(-N // (2 * TILE_ROWS)), processors(device) // 2)
+
+
+def macros(
+    dtype: torch.dtype, *, backward: bool, rms: bool, norm_bias: bool, branch_bias: bool = False
+) -> dict[str, int]:
+    """What the compiler is asked for."""
+    return {
+        "BACKWARD": int(backward),
+        "STAGES": STAGES,
+        "RMS": int(rms),
+        "NORM_BIAS": int(norm_bias),
+        "BRANCH_BIAS": int(branch_bias),
+        "RL_FP16": int(dtype == torch.float16),
+    }
+
+
+def _launch(name: str, defines: dict[str, int], x_NK: Tensor, arguments: tuple[cuda.Argument, ...]) -> None:
+    kernel = cuda.load(SOURCE, defines).kernel(name, KINDS[name], patient=True)
+    kernel.launch((blocks(len(x_NK), x_NK.device),), THREADS, SMEM, arguments)
+
+
+def _maps(x_NK: Tensor, weight: Tensor, held_NC: Tensor) -> tuple[bytes, ...]:
+    return tuple(cuda.tensor_map(matrix, (64, 64)) for matrix in (x_NK, weight, held_NC))
+
+
+def project_many_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join) -> None:
+    """y = x Wᵀ, then the join (which adds the bias).
+
+    Args:
+        x_NK: bf16 or fp16, rows at multiples of 16 bytes.
+        weight_CK: C is 256.
+        join: with a residual, and no dropout.
+
+    Raises:
+        ValueError: a join that the kernel does not know.
+    """
+    if join.masks is not None or join.residual_NC is None:
+        raise ValueError("the kernel for many rows takes a join with a residual and without dropout")
+    defines = macros(
+        x_NK.dtype, backward=False, rms=join.kind == "rmsnorm", norm_bias=join.bias_C is not None,
+        branch_bias=join.branch_bias_C is not None,
+    )  # fmt: skip
+    arguments = (
+        *_maps(x_NK, weight_CK, join.residual_NC), *(cuda.tensor_map(out, (16, 64)) for out in (join.r_NC, join.h_NC)),
+        join.weight_C, join.bias_C, join.branch_bias_C, join.mean_N, join.rstd_N, join.eps, len(x_NK),
+        -(-x_NK.shape[1] // 64),
+    )  # fmt: skip
+    with product_scope("forward", len(x_NK), x_NK.shape[1], WIDTH):
+        _launch("project_many_forward", defines, x_NK, arguments)
+
+
+def project_many_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradient) -> None:
+    """dh = dy W, then the gradient of the join that made h.
+
+    Args:
+        dy_NK: bf16 or fp16, rows at multiples of 16 bytes.
+        weight_KC: C is 256.
+        join: with a dresidual, without dropout and its branch bias's sums; a row of partial sums for each of `blocks`.
+
+    Raises:
+        ValueError: a join that the kernel does not know.
+    """
+    if join.masks is not None or join.dresidual_NC is None or join.branch_bias:
+        raise ValueError("the kernel for many rows takes a join with a residual, without dropout and its branch's sums")
+    defines = macros(dy_NK.dtype, backward=True, rms=join.kind == "rmsnorm", norm_bias=join.bias)
+    arguments = (
+        *_maps(dy_NK, weight_KC, join.r_NC), cuda.tensor_map(join.dresidual_NC, (64, 64)),
+        cuda.tensor_map(join.dr_NC, (16, 64)), join.weight_C, join.mean_N, join.rstd_N, join.partials_PW,
+        join.partials_PW.stride(0), len(dy_NK), -(-dy_NK.shape[1] // 64),
+    )  # fmt: skip
+    with product_scope("input_gradient", len(dy_NK), WIDTH, dy_NK.shape[1]):
+        _launch("project_many_backward", defines, dy_NK, arguments)

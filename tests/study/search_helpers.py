@@ -1,0 +1,8 @@
+"""Trials of a search for tests."""
+
+from ridgeline.study.trials import Trial
+
+
+def trial(number: int, *path: tuple[float, float], seconds: float | None = None, state: str = "complete") -> Trial:
+    quality = path[-1][1] if path else None
+    return Trial(number=number, params={}, state=state, path=path, quality=quality, seconds=seconds, crossing=seconds)
