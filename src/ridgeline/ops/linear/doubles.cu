@@ -43,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int row = static_cast<int>(blockIdx.x) / across * ROWS_M, column = static_cast<int>(blockIdx.x) % across * COLUMNS_N;
   const Place place;
   Sums sums;
-  double totals[FRAGMENTS_M][2];
+  Totals totals;
   wait_for_previous();
   let_next_start();
   Work::run<false>(sums, totals, {a, a_pitch, M}, {b, b_pitch, N}, row, column, 0, K, place);
