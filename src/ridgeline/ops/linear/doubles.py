@@ -25,7 +25,7 @@ PRODUCT = Path(__file__).parent / "doubles.cu"
 GRADIENTS = Path(__file__).parent / "doubles_gradients.cu"
 SLAB = 16  # columns of K at a time, as in the kernels
 STAGES = 4
-PLAIN, BIAS, GELU, FACTOR, RESIDUAL = range(5)  # epilogues, as in the kernel
+PLAIN, GELU, FACTOR, RESIDUAL = range(4)  # epilogues, as in the kernel
 ADD_WEIGHT, ADD_BIAS = 1, 2
 _PROBLEM = struct.Struct("<QQQQiiiiii")
 
@@ -110,11 +110,13 @@ def product(
         ((x, kind) for x, kind in ((slope_MN, GELU), (factor_MN, FACTOR), (residual_MN, RESIDUAL)) if x is not None),
         (None, PLAIN if gelu is None else GELU),
     )
-    if other is not None and (other.stride() != out_MN.stride() or other.dtype != torch.float32):
-        raise ValueError(f"the other matrix must be float32 and lie as out, got strides {other.stride()}")
+    _check(other=other)
+    if other is not None and other.stride() != out_MN.stride():
+        raise ValueError(f"the other matrix must lie as out, got strides {other.stride()}")
     tile = tile or TILE
     (M, K), N = a_MK.shape, out_MN.shape[1]
     macros = {"A_ROWS": 1, "B_ROWS": int(not transposed_b), "EPILOGUE": epilogue, "TANH": int(gelu == "tanh")}
+    macros["BIAS"] = int(bias_N is not None)
     kernel = cuda.load(PRODUCT, tile.macros() | macros).kernel("product_of_floats", "PPPPPiiiiii", patient=True)
     grid = -(-M // TILE_M) * -(-N // tile.columns)
     kernel.launch(

@@ -59,6 +59,13 @@ struct Copies {
   }
 };
 
+// A matrix that lies as the result, or none: its tile comes into the ring behind the last slabs, so that no thread waits for
+// its numbers of it one after the other when the sums are done.
+struct Beside {
+  const float* at = nullptr;  // of the tile's first row and column
+  int pitch, rows, columns;   // elements from one row to the next; what is left of the matrix
+};
+
 // What a warp holds of a tile: 32 rows and WARP_N columns; element 2 h + e of a fragment lies 8 h rows down, e columns on.
 struct Sums {
   double of[FRAGMENTS_M][FRAGMENTS_N][4] = {};
@@ -88,6 +95,9 @@ struct Tile {
   using SlabA = Slab<A_BY_ROWS, ROWS_M>;
   using SlabB = Slab<B_BY_ROWS, COLUMNS_N>;
   static constexpr int STAGE = SlabA::FLOATS + SlabB::FLOATS;
+  static constexpr int BESIDE_PITCH = COLUMNS_N + 8, BESIDE_ALONG = COLUMNS_N / 4, BESIDE_STEP = THREADS / BESIDE_ALONG;
+  static constexpr int BESIDE_ROWS = STAGE / BESIDE_PITCH / BESIDE_STEP * BESIDE_STEP;  // in a slab's place
+  static_assert(BESIDE_ROWS * STAGES >= ROWS_M, "the ring holds a tile of the result");
 
   // What a warp multiplies at once: AT_ONCE of K, of its 32 rows of A and its WARP_N rows of B.
   struct Part {
@@ -118,10 +128,26 @@ struct Tile {
       for (int i = 0; i < FRAGMENTS_M; ++i) multiply_doubles(sums.of[i][j], part.a[i], part.b[j]);
   }
 
-  // The tile at (row, column), K from `first` to `end`. The next part is loaded while one is multiplied.
-  template <bool ROW_SUMS>
+  // Rows of a matrix beside, from BESIDE_ROWS · part on, into a slab's place.
+  static RL_D void fetch_beside(float* stage, const Beside& beside, int part) {
+    const int line = threadIdx.x / BESIDE_ALONG, quad = threadIdx.x % BESIDE_ALONG * 4;
+    const int row = part * BESIDE_ROWS + line, rows = quad < beside.columns ? beside.rows - row : 0;
+    const float* from = beside.at + static_cast<i64>(row) * beside.pitch + quad;
+    float* to = stage + line * BESIDE_PITCH + quad;
+#pragma unroll
+    for (int n = 0; n < BESIDE_ROWS; n += BESIDE_STEP, from += static_cast<i64>(BESIDE_STEP) * beside.pitch)
+      copy_quad(to + n * BESIDE_PITCH, from, n < rows);
+  }
+  // Where a row of it lies when the sums over `length` of K are done.
+  static RL_D const float* row_beside(int row, int length) {
+    return shared_floats() + (ceil_div(length, SLAB) + row / BESIDE_ROWS) % STAGES * STAGE + row % BESIDE_ROWS * BESIDE_PITCH;
+  }
+
+  // The tile at (row, column), K from `first` to `end`. The next part is loaded while one is multiplied. BESIDE: with a tile
+  // of a matrix beside.
+  template <bool ROW_SUMS, bool BESIDE = false>
   static RL_D void run(Sums& sums, Totals& totals, const Operand& a, const Operand& b, int row, int column, int first, int end,
-                       const Place& place) {
+                       const Place& place, const Beside& beside = {}) {
     static_assert(PARTS % 2 == 0, "a slab begins with the first of two parts");
     float* ring = shared_floats();
     const int slabs = ceil_div(end - first, SLAB);
@@ -132,6 +158,8 @@ struct Tile {
       if (slab < slabs) {
         copies_a.fetch(stage(slab));
         copies_b.fetch(stage(slab) + SlabA::FLOATS);
+      } else if (BESIDE) {
+        fetch_beside(stage(slab), beside, slab - slabs);
       }
       copies_commit();
     };
@@ -154,7 +182,8 @@ struct Tile {
       parts[0].template load<ROW_SUMS>(stage(slab + 1), 0, place, totals, slab + 1 < slabs);  // at last for nothing
       multiply(sums, parts[1]);
     }
-    __syncthreads();  // before a next tile
+    if (BESIDE) copies_wait<0>();
+    __syncthreads();  // before a next tile, or before what lies beside is read
   }
 };
 
