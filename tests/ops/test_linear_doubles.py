@@ -34,7 +34,7 @@ REDUCE = """#include "ridgeline/hopper.cuh"
 #define __shared__ static
 #include "reduce.cu"
 extern "C" const char* run(const Jobs* jobs, int count, int grid, int random) {
-  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, nullptr); });
+  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, 0, nullptr); });
 }
 """
 TILES = [Tile(), Tile(2, 64, 1), Tile(1, 32, 3)]
@@ -118,7 +118,7 @@ def test_whole_gradients_match_float64(emulation: Any, late: bool) -> None:
     packed = ctypes.create_string_buffer(doubles.pack(gradients))
     fault = run(packed, *map(pointer, (starts, shares, tiles, sums)), N, len(plan.work), 5, int(late))
     assert fault is None, fault
-    job_bytes, grid = reduce.pack(jobs := wgrad.jobs_of(gradients, plan, tiles, sums))
+    job_bytes, grid, _ = reduce.pack(jobs := wgrad.jobs_of(gradients, plan, tiles, sums))
     finish = emulation.compile(REDUCE, {"MAX_JOBS": reduce.MAX_JOBS}, doubles.PRODUCT.parent)
     assert finish(ctypes.create_string_buffer(job_bytes), len(jobs), grid, 1) is None
     for gradient, (weight, bias) in zip(gradients, before, strict=True):

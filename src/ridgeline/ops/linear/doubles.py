@@ -143,7 +143,7 @@ def weight_gradients(gradients: Sequence[Gradient], *, also: Sequence[Job] = (),
 
     Args:
         gradients: the layers.
-        also: further sums for the second launch, such as norms' partials.
+        also: further sums for the second launch, of what was there before, such as norms' partials.
 
     Raises:
         ValueError: more layers than that, layers of different row counts, or a matrix that lies otherwise.
@@ -164,4 +164,4 @@ def weight_gradients(gradients: Sequence[Gradient], *, also: Sequence[Job] = (),
     kernel.launch(
         (len(plan.work),), tile.threads, tile.smem(False, False), (pack(gradients), starts, shares, tiles, sums, N)
     )
-    reduce_raw([*jobs_of(gradients, plan, tiles, sums), *also])
+    reduce_raw([*also, *jobs_of(gradients, plan, tiles, sums)], ready=len(also))

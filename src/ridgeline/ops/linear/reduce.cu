@@ -3,6 +3,9 @@
 // A job with few shares (weight gradients) gives a thread four columns and all shares; one with many (column sums, one
 // row of partials a block) splits the shares among the block's warps and adds the warps' sums in order. With `squares`, a
 // block leaves there the sum of squares of its sums, without what they are added to.
+//
+// The first `ready` blocks sum what was there before the kernel before began. They do so before that one has ended: column
+// sums, whose chains of loads are the longest, hide behind weight gradients.
 #include "ridgeline/common.cuh"
 #include "squares.cuh"
 
@@ -80,7 +83,16 @@ RL_D float many(const Job& job, int block, int blocks, float (&sums)[WARPS][32],
   return own;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count,
+RL_D void previous_done() {
+#ifndef RL_EMULATED
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_constant__ Jobs jobs, int count, int ready,
                                                              float* squares) {
   __shared__ float sums[WARPS][32], left[WARPS];
   const int here = blockIdx.x;
@@ -90,14 +102,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduce(const __grid_consta
   const Job& job = jobs.job[which];
   const int block = here - job.block;
   const int blocks = (which + 1 < count ? jobs.job[which + 1].block : static_cast<int>(gridDim.x)) - job.block;
-#ifndef RL_EMULATED
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-#endif
+  if (here >= ready) previous_done();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float own = job.shares < MANY ? few(job, block, blocks) : many(job, block, blocks, sums, warp, lane);
+  if (here < ready) previous_done();  // no kernel may end before the one before it has
   if (!squares) return;
   own = sum_of_warp(own);
   if (lane == 0) left[warp] = own;
