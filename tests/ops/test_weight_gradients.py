@@ -165,7 +165,7 @@ def _places(shapes: list[tuple[int, int, bool]]) -> list[tuple[int, int, int]]:
 
 
 def test_blocks_of_the_first_jobs_are_told_apart() -> None:
-    sums = [Job(torch.randn(30, 1, 70), torch.empty(1, 70)), Job(torch.randn(3, 64, 64), torch.empty(64, 64))]
+    sums = [Job(torch.randn(30, 1, 70), torch.empty(1, 70)), Job(torch.randn(5, 64, 64), torch.empty(64, 64))]
     assert [reduce.pack(sums, ready)[1:] for ready in (-1, 0, 1, 2, 3)] == [(7, 0), (7, 0), (7, 3), (7, 7), (7, 7)]
     assert reduce.blocks_of(sums) == 7
 

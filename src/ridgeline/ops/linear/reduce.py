@@ -36,7 +36,8 @@ class Job(NamedTuple):
 
 def _blocks(S: int, R: int, C: int) -> int:
     if S < MANY:
-        return max(1, min(R * ((C + 3) // 4) // THREADS, 128))
+        quads = 1 if S > 3 else 2  # that a thread has under way, as in the kernel
+        return max(1, min(R * ((C + 3) // 4) // (quads * THREADS), 128))
     return R * ((C + 31) // 32)
 
 
