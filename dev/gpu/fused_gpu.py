@@ -1,6 +1,7 @@
 """Fused stack and whole step on a card: numerics against fp64, µs a block for every choice, kernel table of a step.
 
 PYTHONPATH=src python3 dev/gpu/fused_gpu.py [check|block|step] [workload ...]      (all three, and all workloads)
+ONLY="late,mlp rows" in the environment: these choices alone.
 """
 
 import collections
@@ -73,6 +74,11 @@ WIDE = {  # width 768
 
 
 def variants(name):
+    only = os.environ.get("ONLY")
+    return {key: how for key, how in all_variants(name).items() if not only or key in only.split(",")}
+
+
+def all_variants(name):
     config, B, T = WORKLOADS[name]
     if config.width == 768:
         return WIDE

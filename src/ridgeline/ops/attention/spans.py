@@ -21,10 +21,10 @@ _KINDS, _SUM_KINDS = "MMMMPPPPPPPPPiiiiiiiiiif", "PPPiiiiiif"
 
 WIDTH = 32  # of a head
 SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgroups that compute with them
-STAGES = 6  # tiles of queries in a thread block's ring
+STAGES = 8  # tiles of queries in a thread block's ring
 SQUARES = 2  # tiles whose score gradients wait for dQ's warpgroup
 THREADS = 128 * (GROUPS + 2)
-SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STAGES + 16 * (STAGES + SQUARES + 1)
+SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STAGES + 16 * (STAGES + SQUARES + 2)
 
 
 def defines(dtype: torch.dtype, sums: bool) -> dict[str, int]:

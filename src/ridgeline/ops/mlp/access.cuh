@@ -19,6 +19,11 @@ RL_D uint4 load_here(const void* pointer) {
 RL_D void prefetch_bytes(const void* pointer, u32 bytes) {  // into L2; both at multiples of 16
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
 }
+RL_D float reciprocal_root(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 RL_D uint4 load_shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");

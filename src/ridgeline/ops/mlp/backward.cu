@@ -16,13 +16,15 @@ constexpr int DU_SUMS_BYTES = UP_BIAS ? 2 * 64 * 4 : 0;  // a warpgroup's: [pair
 constexpr int STAGING_BYTES = APART && SUMS_BYTES > PANELS_BYTES ? SUMS_BYTES : PANELS_BYTES;
 constexpr int DU_SUMS = STAGING + 2 * STAGING_BYTES, STATISTICS = DU_SUMS + 2 * DU_SUMS_BYTES;
 constexpr int VECTOR = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES), BARRIERS = VECTOR + VECTOR_BYTES;
+// Of what is kept, 64 rows × 128 inner columns; and so many of these come into L2 before dz, which waits in the copy engine
+// until they have.
+constexpr int KEPT_BYTES = 64 * 128 * 2, KEPT_AHEAD = 2;
 constexpr int DOWN_SLOTS = K_BLOCKS / 2;  // for 64 inner columns; Wup's are HALVES
 static_assert((APART ? 1 : 2) * STAGING_BYTES >= SUMS_BYTES, "the join's sums do not fit where du was staged");
 
 RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* down, const JoinBackward& join, const uint4* kept,
-                  int chunks, const Machine& machine) {
-  const Barriers bar = machine.bar;
-  Ring ring(machine.ring, bar);
+                  int chunks, u32 smem, Barriers bar) {
+  Ring ring(smem + RING, bar);
   const int turns = 2 * chunks / WORKERS;
   const auto fetch = [&](int turn) {  // what a turn of each warpgroup reads
     for (int part = 0; part < WORKERS; ++part) {
@@ -32,18 +34,26 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
     }
   };
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    const int row = tiles.tile * TILE_ROWS + machine.first_row;
+    const auto prefetch_kept = [&](int chunk) {
+      for (int block = 0; block < ROW_BLOCKS; ++block) {
+        const int row = tiles.tile * TILE_ROWS + block_row(block);
+        if (row < join.rows && chunk < chunks) prefetch_bytes(kept + kept_index(row / 64, chunks, chunk, 0, 0), KEPT_BYTES);
+      }
+    };
     fetch(0);
-    // The forward pass's, as r is:
-    if (row < join.rows) prefetch_bytes(kept + kept_index(row / 64, chunks, 0, 0, 0), chunks * 64 * 128 * 2);
-    if (machine.first_row == 0) prefetch_rows(join.r, join.rows, tiles.tile);
-    if (tiles.round == 0) begin_reading();
-    barrier_wait(bar.rows_empty(), (tiles.round & 1) ^ 1);
-    barrier_expect(bar.rows_full(), ROWS_BYTES);
-    for (int k = 0; k < K_BLOCKS; ++k) copy_2d(machine.rows + k * 8192, dz, 64 * k, row, bar.rows_full());
-    if (RESIDUAL && machine.first_row == 0) prefetch_rows(join.dresidual, join.rows, tiles.tile);
-    for (int turn = 1; turn <= turns; ++turn) fetch(turn);
+    for (int chunk = 0; chunk < KEPT_AHEAD; ++chunk) prefetch_kept(chunk);
+    if (tiles.round == 0) wait_for_previous();
+    fetch_rows(dz, smem, bar, tiles.tile, tiles.round);
+    for (int turn = 1; turn <= turns; ++turn) {
+      if (!APART || turn % 2) prefetch_kept(KEPT_AHEAD + (turn - 1) * WORKERS / 2);
+      if (turn == ceil_div(turns, 2)) {
+        prefetch_rows(join.r, join.rows, tiles.tile);
+        if (RESIDUAL) prefetch_rows(join.dresidual, join.rows, tiles.tile);
+      }
+      fetch(turn);
+    }
   }
+  let_next_start();
 }
 
 struct Inner {  // the inner columns: where gelu'(u) comes from and du goes
@@ -122,13 +132,14 @@ RL_D void multiply_up(float (&dh)[HALVES][64], const u32 (&du)[4][4], Ring& ring
   }
 }
 
-RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Machine& machine, const Place& me) {
-  Ring ring(machine.ring, machine.bar);
+RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, Barriers bar, const Place& me) {
+  Ring ring(smem + RING, bar);
+  const u32 rows = block_place(smem, row_block(me));
   const int turns = 2 * p.chunks / WORKERS;
   const u32 staging = smem + STAGING + me.group * STAGING_BYTES;
   begin_turns(ring, DOWN_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    const int row = tiles.tile * TILE_ROWS + machine.first_row;
+    const int row = tiles.tile * TILE_ROWS + block_row(row_block(me));
     const bool inside = row < join.rows;
     float dh[HALVES][64], da[32], sums[2];
     u32 du[4][4];
@@ -136,10 +147,10 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
 #pragma unroll
     for (int i = 0; i < HALVES * 64; ++i) dh[i / 64][i % 64] = 0.f;
     load_kept(kept, p, first_part(me), row / 64, inside, me);
-    barrier_wait(machine.bar.rows_full(), tiles.round & 1);
-    take_turn(me);
-    multiply_down(da, machine.rows, ring);
-    pass_turn(me);
+    barrier_wait(bar.rows_full(row_block(me)), tiles.round & 1);
+    begin_turn(me);
+    multiply_down(da, rows, ring);
+    end_turn(me);
     wgmma_wait<0>();
     wgmma_touch(da);
     release_all<DOWN_SLOTS>(ring, 0, me);
@@ -148,16 +159,17 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
     for (int turn = 0;; ++turn) {
       const int part = WORKERS * turn + first_part(me);
       differentiate(du, sums, da, kept, me);
-      send(p.du, staging, du, 64 * part, row, me);
+      stage(staging, du, me);
       if (UP_BIAS)
         write_sums(sums, p.sums + static_cast<i64>(row / 64) * p.inner + 64 * part, inside ? p.inner - 64 * part : 0,
                    smem + DU_SUMS + me.group * DU_SUMS_BYTES, me);
       if (turn + 1 == turns) break;
       load_kept(kept, p, part + WORKERS, row / 64, inside, me);
-      take_turn(me);
+      begin_turn(me);
       multiply_up(dh, du, ring);
-      multiply_down(da, machine.rows, ring);
-      pass_turn(me);
+      multiply_down(da, rows, ring);
+      end_turn(me);
+      send(p.du, staging, 64 * part, row, me);
       wgmma_wait<DOWN_SLOTS>();
       release_all<HALVES>(ring, DOWN_SLOTS, me);
       wgmma_wait<0>();
@@ -166,21 +178,22 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, const Mach
       skip_turn(ring, HALVES + (turn + 1 + me.group < turns ? DOWN_SLOTS : 0));
     }
     if (!APART && me.group == 1) named_arrive<256>(6);  // dz has been read
-    if (APART && me.lane == 0) barrier_arrive(machine.bar.rows_empty());
+    if (APART && me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+    begin_turn(me);
+    multiply_up(dh, du, ring);
+    end_turn(me);
+    send(p.du, staging, 64 * (WORKERS * (turns - 1) + first_part(me)), row, me);
     Ahead ahead;
     ahead.load(join, row + first_row(me), me);
-    take_turn(me);
-    multiply_up(dh, du, ring);
-    pass_turn(me);
-    if (me.lane == 0) store_wait_read<0>();  // the join's sums are taken where du was staged
-    sync_warp();
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
     release_all<HALVES>(ring, 0, me);
+    if (me.lane == 0) store_wait_read<0>();  // the join's sums are taken where du was staged
+    sync_warp();
     skip_turn(ring, me.group == 0 ? HALVES : DOWN_SLOTS);
     float v[OWN_ROWS][LANE];
-    finish_sums(v, dh, machine, me);
+    finish_sums(v, dh, rows, bar, me);
     if (APART) named_barrier<128>(1 + me.group);  // all of its warps have staged nothing more
     own_columns(v, me);
     join_backward(join, v, ahead, row + first_row(me), APART ? staging : smem + STAGING,
@@ -199,19 +212,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 smem = dynamic_smem();
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&dz), prefetch_map(&up), prefetch_map(&down), prefetch_map(&du);
-  begin<MACHINES>({smem + BARRIERS});
+  begin({smem + BARRIERS});
   const int chunks = ceil_div(inner, 128);
   if (me.group < 0) {
     registers_down<40>();
     const JoinBackward join{r, dresidual, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, {}};
-    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < MACHINES)
-      produce(&dz, &up, &down, join, kept, chunks, Machine::of(threadIdx.x / 32, smem, smem + BARRIERS));
+    if (threadIdx.x == 0) produce(&dz, &up, &down, join, kept, chunks, smem, {smem + BARRIERS});
   } else {
     registers_up<232>();
     copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
     wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,
                             Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample)};
-    consume(join, {kept, &du, du_sums, inner, chunks}, smem, Machine::of(APART ? me.group : 0, smem, smem + BARRIERS), me);
+    consume(join, {kept, &du, du_sums, inner, chunks}, smem, {smem + BARRIERS}, me);
   }
 }

@@ -17,9 +17,8 @@ constexpr int BIAS = VECTORS + 3 * VECTOR_BYTES;
 constexpr int UP_SLOTS = K_BLOCKS / 2;  // of 64 inner columns; Wdown's are HALVES
 
 RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down, const u16* residual, int rows, int chunks,
-                  const Machine& machine) {
-  const Barriers bar = machine.bar;
-  Ring ring(machine.ring, bar);
+                  u32 smem, Barriers bar) {
+  Ring ring(smem + RING, bar);
   const auto fetch = [&](int chunk) {  // what a turn of each warpgroup reads
     for (int part = 0; part < WORKERS; ++part) {
       const int inner = 64 * (WORKERS * chunk + part);
@@ -30,14 +29,12 @@ RL_D void produce(const TensorMap* h, const TensorMap* up, const TensorMap* down
   };
   for (Tiles tiles(rows); tiles.valid(); tiles.advance()) {
     fetch(0);
-    if (tiles.round == 0) begin_reading();
-    barrier_wait(bar.rows_empty(), (tiles.round & 1) ^ 1);
-    barrier_expect(bar.rows_full(), ROWS_BYTES);
-    const int row = tiles.tile * TILE_ROWS + machine.first_row;
-    for (int k = 0; k < K_BLOCKS; ++k) copy_2d(machine.rows + k * 8192, h, 64 * k, row, bar.rows_full());
-    if (RESIDUAL && machine.first_row == 0) prefetch_rows(residual, rows, tiles.tile);
+    if (tiles.round == 0) wait_for_previous();
+    fetch_rows(h, smem, bar, tiles.tile, tiles.round);
+    if (RESIDUAL) prefetch_rows(residual, rows, tiles.tile);
     for (int chunk = 1; chunk <= chunks; ++chunk) fetch(chunk);
   }
+  let_next_start();
 }
 
 // u = h Wupᵀ + b for 64 columns, under way.
@@ -80,9 +77,8 @@ struct Inner {  // where gelu'(u) and gelu(u) go
   int chunks;
 };
 
-// a = gelu(u), packed, sent; gelu'(u) kept: columns 64 part … of the 64 rows 64 tile ….
-RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int part, int tile, u32 panels, const Place& me) {
-  u32 slope[4][4];
+// a = gelu(u), packed and staged; slope = gelu'(u).
+RL_D void activate_rows(u32 (&a)[4][4], u32 (&slope)[4][4], float (&u)[32], u32 panels, const Place& me) {
 #pragma unroll
   for (int step = 0; step < 4; ++step)
 #pragma unroll
@@ -91,7 +87,12 @@ RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int part
       slope[step][k] = activate<GELU_TANH, true>(x[0], x[1]);
       a[step][k] = pack_pair(x[0], x[1]);
     }
-  send(p.a, panels, a, 64 * part, 64 * tile, me);
+  stage(panels, a, me);
+}
+
+// gelu(u), which is staged, and gelu'(u) leave: columns 64 part … of the 64 rows 64 tile ….
+RL_D void send_rows(const u32 (&slope)[4][4], const Inner& p, int part, int tile, u32 panels, const Place& me) {
+  send(p.a, panels, 64 * part, 64 * tile, me);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     const u32(&s)[4] = slope[step];
@@ -99,21 +100,22 @@ RL_D void activate_rows(u32 (&a)[4][4], float (&u)[32], const Inner& p, int part
   }
 }
 
-RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int chunks, u32 smem, const Machine& machine,
+RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int chunks, u32 smem, Barriers bar,
                   const Place& me) {
-  Ring ring(machine.ring, machine.bar);
+  Ring ring(smem + RING, bar);
+  const u32 rows = block_place(smem, row_block(me));
   const u32 panels = smem + STAGING + me.group * PANELS_BYTES;
   begin_turns(ring, UP_SLOTS, me);
   for (Tiles tiles(join.rows); tiles.valid(); tiles.advance()) {
-    const int row = tiles.tile * TILE_ROWS + machine.first_row;
+    const int row = tiles.tile * TILE_ROWS + block_row(row_block(me));
     float z[HALVES][64], u[32];
-    u32 a[4][4];
+    u32 a[4][4], slope[4][4];
     begin_sums<BRANCH_BIAS>(z, down_bias, APART || me.group == 0, me);
     load_bias(u, smem + BIAS + 128 * first_part(me), me);
-    barrier_wait(machine.bar.rows_full(), tiles.round & 1);
-    take_turn(me);
-    multiply_up(u, machine.rows, ring);
-    pass_turn(me);
+    barrier_wait(bar.rows_full(row_block(me)), tiles.round & 1);
+    begin_turn(me);
+    multiply_up(u, rows, ring);
+    end_turn(me);
     wgmma_wait<0>();
     wgmma_touch(u);
     release_all<UP_SLOTS>(ring, 0, me);
@@ -121,13 +123,14 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
 #pragma unroll 1
     for (int chunk = 0;; ++chunk) {
       const int part = WORKERS * chunk + first_part(me);
-      activate_rows(a, u, p, part, row / 64, panels, me);
+      activate_rows(a, slope, u, panels, me);
       if (chunk + 1 == chunks) break;
       load_bias(u, smem + BIAS + 128 * (part + WORKERS), me);
-      take_turn(me);
+      begin_turn(me);
       multiply_down(z, a, ring);
-      multiply_up(u, machine.rows, ring);
-      pass_turn(me);
+      multiply_up(u, rows, ring);
+      end_turn(me);
+      send_rows(slope, p, part, row / 64, panels, me);
       wgmma_wait<UP_SLOTS>();
       release_all<HALVES>(ring, UP_SLOTS, me);
       wgmma_wait<0>();
@@ -136,19 +139,20 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
       skip_turn(ring, HALVES + (chunk + 1 + me.group < chunks ? UP_SLOTS : 0));
     }
     if (!APART && me.group == 1) named_arrive<256>(6);  // h has been read
-    if (APART && me.lane == 0) barrier_arrive(machine.bar.rows_empty());
+    if (APART && me.lane == 0) barrier_arrive(bar.rows_empty(me.group));
+    begin_turn(me);
+    multiply_down(z, a, ring);
+    end_turn(me);
+    send_rows(slope, p, WORKERS * (chunks - 1) + first_part(me), row / 64, panels, me);
     Residual ahead;
     ahead.load(join, row + first_row(me), me);
-    take_turn(me);
-    multiply_down(z, a, ring);
-    pass_turn(me);
     wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(z[half]);
     release_all<HALVES>(ring, 0, me);
     skip_turn(ring, me.group == 0 ? HALVES : UP_SLOTS);
     float v[OWN_ROWS][LANE];
-    finish_sums(v, z, machine, me);
+    finish_sums(v, z, rows, bar, me);
     join_forward(join, v, ahead, row + first_row(me), me);
   }
   if (me.lane == 0) store_wait<0>();
@@ -165,11 +169,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const u32 barriers = smem + BIAS + chunks * 256;
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&h), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a);
-  begin<MACHINES>({barriers});
+  begin({barriers});
   if (me.group < 0) {
     registers_down<40>();
-    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < MACHINES)
-      produce(&h, &up, &down, residual, rows, 2 * chunks / WORKERS, Machine::of(threadIdx.x / 32, smem, barriers));
+    if (threadIdx.x == 0) produce(&h, &up, &down, residual, rows, 2 * chunks / WORKERS, smem, {barriers});
   } else {
     registers_up<232>();
     const int thread = threadIdx.x - 128;
@@ -182,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     wait_for_previous();
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, next, mean, rstd, eps, rows,
                            Mask::make(seed_step, site, threshold, scale, rows_per_sample, first_sample), smem + STATISTICS};
-    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, 2 * chunks / WORKERS, smem,
-            Machine::of(APART ? me.group : 0, smem, barriers), me);
+    consume(join, vectors + 2 * VECTOR_BYTES, {kept, &a, chunks}, 2 * chunks / WORKERS, smem, {barriers},
+            me);
   }
 }

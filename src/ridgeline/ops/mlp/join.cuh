@@ -164,7 +164,7 @@ RL_D void join_forward(const JoinForward& p, float (&v)[OWN_ROWS][LANE], Residua
 #pragma unroll
   for (int i = 0; i < OWN_ROWS; ++i) {
     const bool inside = row + 8 * i < p.rows;
-    const float rstd = 1.f / sqrtf(squares[i] * (1.f / WIDTH) + p.eps);
+    const float rstd = reciprocal_root(squares[i] * (1.f / WIDTH) + p.eps);
 #pragma unroll
     for (int g = 0; g < GROUPS; ++g) {
       float* x = v[i] + 8 * g;

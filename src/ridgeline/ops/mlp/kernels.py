@@ -175,7 +175,7 @@ def smem(part: Part, width: int, config: Config, stages: int, F: int = 0, sums: 
         "project_backward": statistics + (1 + apart) * branch_sums + vectors,
     }[part]
     project = part.startswith("project")
-    return size + stages * ((64 + width) * 128 if project else (1 + apart) * SLOT) + 512
+    return size + stages * ((64 + width) * 128 if project else SLOT) + 512
 
 
 def fitted(part: Part, width: int, config: Config, F: int = 0, sums: int = 3, up_bias: bool = True) -> Config:

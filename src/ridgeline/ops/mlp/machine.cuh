@@ -1,55 +1,54 @@
-// How the MLP's kernels divide a block: one machine whose warpgroups take turns over the same 64 rows and divide the inner
-// columns, or (APART) two machines, each a producer and a warpgroup with rows, ring and barriers of its own.
+// How the MLP's kernels divide a block: both warpgroups take turns, so that what one does between its products runs under the
+// other's. Either over the same 64 rows, the inner columns divided between them, or (APART) each over 64 rows of its own, every
+// slot of the ring read by both.
 #pragma once
 #include "tile.cuh"
 
 namespace rl {
 
 constexpr int K_BLOCKS = WIDTH / 64, ROWS_BYTES = K_BLOCKS * 8192;  // 64 rows of A: [K block][64][64]
-constexpr int MACHINES = APART ? 2 : 1, WORKERS = 2 / MACHINES;     // warpgroups of a machine
-constexpr int RING = MACHINES * ROWS_BYTES, STAGING = RING + MACHINES * STAGES * SLOT_BYTES;
+constexpr int WORKERS = 2 / ROW_BLOCKS;                             // warpgroups that divide the inner columns
+constexpr int RING = ROW_BLOCKS * ROWS_BYTES, STAGING = RING + STAGES * SLOT_BYTES;
 
 static_assert(STAGES >= 4, "a turn's slots are read before the first is free");
 
-struct Machine {
-  u32 rows, ring;
-  Barriers bar;
-  int first_row;  // in a tile
-  RL_D static Machine of(int machine, u32 smem, u32 barriers) {
-    return {smem + machine * ROWS_BYTES, smem + RING + machine * STAGES * SLOT_BYTES, {barriers + machine * BARRIER_BYTES},
-            64 * machine};
-  }
-};
-
-// The first 64 inner columns of a warpgroup; it goes on in steps of 64 WORKERS.
+// The warpgroup's block of rows of the tile, their first row in it, where they lie; its first 64 inner columns, from which it
+// goes on in steps of 64 WORKERS.
+RL_D int row_block(const Place& me) { return APART ? me.group : 0; }
+RL_D int block_row(int block) { return 64 * block; }
+RL_D u32 block_place(u32 smem, int block) { return smem + block * ROWS_BYTES; }
 RL_D int first_part(const Place& me) { return APART ? 0 : me.group; }
 
-// The workers of a machine take turns, so that what one does between its products runs under the other's: a slot's barrier
-// tells full from empty, not whose turn it is. Warpgroup 0 begins; the other skips the first turn's slots.
+// Producer: a tile's rows of A, once those of the tile before have been read.
+RL_D void fetch_rows(const TensorMap* map, u32 smem, Barriers bar, int tile, u32 round) {
+  for (int block = 0; block < ROW_BLOCKS; ++block) {
+    barrier_wait(bar.rows_empty(block), (round & 1) ^ 1);
+    barrier_expect(bar.rows_full(block), ROWS_BYTES);
+    for (int k = 0; k < K_BLOCKS; ++k)
+      copy_2d(block_place(smem, block) + k * 8192, map, 64 * k, tile * TILE_ROWS + block_row(block), bar.rows_full(block));
+  }
+}
+
+// Warpgroup 0 begins. Where inner columns are divided, the other skips the first turn's slots: a slot's barrier tells full from
+// empty, not whose it is.
 RL_D void begin_turns(Ring& ring, int slots, const Place& me) {
-  if (APART || me.group == 0) return;
-  ring.skip(slots);
+  if (me.group == 0) return;
+  if (!APART) ring.skip(slots);
   end_turn(me);
-}
-RL_D void take_turn(const Place& me) {
-  if (!APART) begin_turn(me);
-}
-RL_D void pass_turn(const Place& me) {
-  if (!APART) end_turn(me);
 }
 RL_D void skip_turn(Ring& ring, int slots) {  // the other one's
   if (!APART) ring.skip(slots);
 }
 
 // A tile's whole sums, and the rows of A may be written again (APART has said so).
-RL_D void finish_sums(float (&v)[OWN_ROWS][LANE], const float (&sums)[HALVES][64], const Machine& machine, const Place& me) {
+RL_D void finish_sums(float (&v)[OWN_ROWS][LANE], const float (&sums)[HALVES][64], u32 rows, Barriers bar, const Place& me) {
   if constexpr (APART) {
     take_rows(v, sums);
   } else {
-    meet(v, sums, machine.rows, me);
+    meet(v, sums, rows, me);
     fence_async();
     sync_warp();
-    if (me.lane == 0) barrier_arrive(machine.bar.rows_empty());
+    if (me.lane == 0) barrier_arrive(bar.rows_empty(0));
   }
 }
 

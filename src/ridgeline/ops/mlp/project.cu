@@ -10,10 +10,9 @@
 using namespace rl;
 
 constexpr int X_BYTES = 64 * 128;  // of a slot: 64 rows × 64 of K
-constexpr int PARTS = 1 + APART;       // 64 rows each, of a tile
 constexpr int RING = 0, STATISTICS = STAGES * SLOT_BYTES;
 constexpr int BRANCH_SUMS = STATISTICS + (APART ? 0 : 2 * STATISTICS_BYTES);
-constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? PARTS * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
+constexpr int VECTORS = BRANCH_SUMS + (BACKWARD ? ROW_BLOCKS * SUMS_BYTES : 0), BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
 struct Reads {  // what the join reads of every row
   const u16 *a, *b;
@@ -34,10 +33,10 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
     fetch_weight(k);
     ring.advance();
   }
-  begin_reading();
+  wait_for_previous();
   ring = Ring(smem + RING, bar);
   for (Tiles tiles(rows); tiles.valid(); tiles.advance())
-    for (int part = 0; part < PARTS; ++part)
+    for (int part = 0; part < ROW_BLOCKS; ++part)
       for (int k = 0; k < blocks; ++k) {
         const int row = tiles.tile * TILE_ROWS + 64 * part;
         if (tiles.round > 0 || part > 0 || k >= early) fetch_weight(k);
@@ -48,6 +47,7 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
         if (part == 0 && reads.a) prefetch_rows(reads.a, rows, tiles.tile);
         if (part == 0 && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
       }
+  let_next_start();
 }
 
 // One tile's products. Apart, the warpgroups take turns: a slot's barrier tells full from empty, not whose turn it is.
@@ -57,12 +57,11 @@ RL_D void multiply(float (&acc)[1][HELD / 2], int blocks, Ring& ring, const Plac
   for (int k = 0; k < blocks; ++k) {
     ring.wait();
     const u32 x = ring.address(), weight = x + X_BYTES + me.column() * 128;
+    const u64 a = operand_k_major(x), b = BACKWARD ? operand_mn_major(weight, 8192) : operand_k_major(weight);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const u64 b = BACKWARD ? operand_mn_major(weight + step * 16 * 128, 8192) : operand_k_major(weight + step * 32);
-      wgmma<HELD, 0, BACKWARD>(acc[0], operand_k_major(x + step * 32), b, true);
-    }
+    for (int step = 0; step < 4; ++step)
+      wgmma<HELD, 0, BACKWARD>(acc[0], further(a, step * 32), further(b, step * (BACKWARD ? 16 * 128 : 32)), true);
     wgmma_commit();
     if (k > 0) {
       wgmma_wait<1>();
@@ -112,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Barriers bar{smem + BARRIERS};
   const Place me = Place::here();
   if (threadIdx.x == 0) prefetch_map(&x), prefetch_map(&w);
-  begin<1>(bar);
+  begin(bar);
   if (me.group < 0) {
     registers_down<40>();
 #if BACKWARD
@@ -139,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               own_columns(v, me);
               join_backward(join, v, ahead, row, smem + BRANCH_SUMS + (APART ? me.group * SUMS_BYTES : 0),
                             smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES,
-                            PARTS * tiles.tile + (APART ? me.group : 0), me);
+                            ROW_BLOCKS * tiles.tile + (APART ? me.group : 0), me);
             });
 #else
     const JoinForward join{residual, vectors, vectors + VECTOR_BYTES, r, h, mean, rstd, eps, rows, mask, smem + STATISTICS};

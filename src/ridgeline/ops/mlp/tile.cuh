@@ -2,8 +2,7 @@
 // warpgroups hold whole rows of the result in registers.
 //
 // Who has what: with few rows (ABREAST 2) a block has 64, each warpgroup finishes half of their columns, and the MLP's inner
-// columns are divided between them. With many (ABREAST 1) a block has 128, each warpgroup 64 with a pass of its own over the
-// weights, so that one's products run while the other goes on with its finished rows.
+// columns are divided between them. With many (ABREAST 1) a block has 128, each warpgroup 64.
 //
 // Macros: WIDTH (C: 128 or 256), STAGES (ring slots), ABREAST.
 #pragma once
@@ -22,16 +21,17 @@ constexpr int HELD = WIDTH / ABREAST;               // columns that a warpgroup 
 constexpr int GROUPS = HELD / 32, LANE = HELD / 4;  // column groups; values of a row in a thread
 constexpr int OWN_ROWS = 2;                         // rows a thread finishes
 constexpr bool APART = ABREAST == 1;
+constexpr int ROW_BLOCKS = 2 / ABREAST;             // of 64 rows, in a tile
 // A slot of the ring: 64 rows of A and, behind them, all of the weight by 64 of K. The MLP's, of the weights alone: 64 of K by
 // 128 of the result's columns, or 64 rows by 128 of K.
 constexpr int SLOT_BYTES = MLP ? 128 * 128 : (64 + WIDTH) * 128;
-constexpr int READERS = APART || MLP ? 4 : 8;       // warps that read a slot
+constexpr int READERS = APART == MLP ? 8 : 4;       // warps that read a slot
 
 struct Place {
   int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
   RL_D static Place here() {
     const int thread = threadIdx.x;
-    return {thread / 128 - 1, thread / 32 % 4, thread % 32};
+    return {warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32};
   }
   RL_D int thread() const { return 32 * warp + lane; }                 // in the warpgroup
   RL_D int column() const { return ABREAST == 2 ? group * HELD : 0; }  // the first that the warpgroup holds
@@ -53,35 +53,31 @@ struct Barriers {
   u32 base;
   RL_D u32 full(int slot) const { return base + 8 * slot; }
   RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
-  RL_D u32 rows_full() const { return base + 8 * (2 * STAGES); }       // the MLP's rows of A are there
-  RL_D u32 rows_empty() const { return base + 8 * (2 * STAGES + 1); }  // … may be written again
+  RL_D u32 rows_full(int block) const { return base + 8 * (2 * STAGES + block); }   // the MLP's rows of A are there
+  RL_D u32 rows_empty(int block) const { return rows_full(ROW_BLOCKS + block); }  // … may be written again
   RL_D void init() const {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full(i), 1);
       barrier_init(empty(i), READERS);
     }
-    barrier_init(rows_full(), 1);
-    barrier_init(rows_empty(), APART ? 4 : 8);
+    for (int block = 0; block < ROW_BLOCKS; ++block) {
+      barrier_init(rows_full(block), 1);
+      barrier_init(rows_empty(block), 8 / ROW_BLOCKS);
+    }
     barrier_init_fence();
   }
 };
 constexpr int BARRIER_BYTES = 256;
-static_assert(8 * (2 * STAGES + 2) <= BARRIER_BYTES, "barriers overflow");
+static_assert(8 * (2 * STAGES + 4) <= BARRIER_BYTES, "barriers overflow");
 
-// COUNT sets of barriers, one behind the other, are there.
-template <int COUNT>
 RL_D void begin(Barriers bar) {
-  if (threadIdx.x == 0)
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) Barriers{bar.base + i * BARRIER_BYTES}.init();
+  if (threadIdx.x == 0) bar.init();
   sync_block();
   sync_warp();
 }
-// What the kernel before has written may be read. Weights are on their way by then: it is none that writes them.
-RL_D void begin_reading() {
-  wait_for_previous();
-  let_next_start();
-}
+// Weights are on their way before `wait_for_previous`: it is none that writes them. The next kernel is let in only when all
+// operands have been asked for: once it has been launched, this one's joins take up to twice their time on every processor.
+
 // A tile's rows of a tensor of WIDTH columns into L2: forward tensors come from memory.
 RL_D void prefetch_rows(const u16* x, int rows, int tile) {
   const int first = tile * TILE_ROWS, count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
@@ -145,23 +141,25 @@ RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
   copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
   ring.advance();
 }
+// The operand `bytes` further.
+RL_D u64 further(u64 operand, u32 bytes) { return operand + (bytes >> 4); }
 // acc[64, 128] += A[64 rows, 64 of K] (packed fragments) · slot
 template <int TRANSPOSED>
 RL_D void product_registers(float (&acc)[64], const u32 (&a)[4][4], u32 slot) {
+  const u64 b = TRANSPOSED ? operand_mn_major(slot, SLOT_BYTES / 2) : operand_k_major(slot);
 #pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    const u64 b = TRANSPOSED ? operand_mn_major(slot + step * 16 * 128, SLOT_BYTES / 2) : operand_k_major(slot + step * 32);
-    wgmma_registers<128, TRANSPOSED>(acc, a[step], b, 1);
-  }
+  for (int step = 0; step < 4; ++step)
+    wgmma_registers<128, TRANSPOSED>(acc, a[step], further(b, step * (TRANSPOSED ? 16 * 128 : 32)), 1);
 }
 // acc[64, 64] (+)= A[64 rows, 128 of K] · slot; `a` is the first of two K blocks of A in shared memory.
 template <int TRANSPOSED>
 RL_D void product_narrow(float (&acc)[32], u32 a, u32 slot, bool accumulate) {
+  const u64 first = operand_k_major(a), b = TRANSPOSED ? operand_mn_major(slot, 8192) : operand_k_major(slot);
 #pragma unroll
   for (int step = 0; step < 8; ++step) {
     const u32 block = step / 4 * 8192, k = step % 4;
-    const u64 b = TRANSPOSED ? operand_mn_major(slot + block + k * 16 * 128, 8192) : operand_k_major(slot + block + k * 32);
-    wgmma<64, 0, TRANSPOSED>(acc, operand_k_major(a + block + k * 32), b, accumulate || step > 0);
+    wgmma<64, 0, TRANSPOSED>(acc, further(first, block + k * 32), further(b, block + k * (TRANSPOSED ? 16 * 128 : 32)),
+                             accumulate || step > 0);
   }
 }
 

@@ -48,7 +48,7 @@ struct Place {
       barrier_init_fence();
       fence_async();
     }
-    start_together();
+    sync_block();
   }
   RL_D void wait_full(u32 tile) const { barrier_wait(full(tile), tile / STAGES & 1); }
   RL_D void wait_own(int round) const { barrier_wait(own_full(group, round), round >> 1 & 1); }

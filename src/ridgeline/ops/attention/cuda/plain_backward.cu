@@ -4,7 +4,7 @@
 
 namespace rl {
 
-// ---- a warpgroup that computes: dK and dV of its block, dS for the last warpgroup
+// ---- a warpgroup that computes: dK and dV of its blocks, dS for dQ's warpgroup
 
 // dS of a step, keys as rows, to a square of 128-byte rows.
 RL_D void store_step(u32 square, int part, const u32 (&pairs)[STEP / 4], int warp, int lane) {
@@ -37,13 +37,10 @@ struct Scores {
 
 // What a warpgroup holds. A step is STEP queries of a tile and one of the warpgroup's blocks of keys; its products run beside
 // the arithmetic of the next step. Everything that a step starts it waits for: across the edge of the loop ptxas gives up.
-constexpr int STEPS = KEYS * (64 / STEP);  // of a tile
-static_assert(STEPS % 2 == 0);
 struct Work {
   float s[STEP / 2], dp[STEP / 2], dk[KEYS][D / 2], dv[KEYS][D / 2];
   u32 pairs_p[2][STEP / 4], pairs_ds[2][STEP / 4];
   u32 before;  // the queries of the step before
-  bool fresh;  // dk and dv are nothing yet
 
   RL_D void touch_gradients(int key) { wgmma_touch(dk[key]), wgmma_touch(dv[key]); }
   RL_D void start_products(int key, int n, bool first) {
@@ -51,49 +48,60 @@ struct Work {
     multiply_pairs(dk[key], pairs_ds[n], before, first);
     wgmma_commit();
   }
-  RL_D void begin(u32 queries) {  // before a head's first tile: a step that adds nothing
-    before = queries;
-#pragma unroll
-    for (int n = 0; n < STEP / 4; ++n) pairs_p[1][n] = pairs_ds[1][n] = 0;
-  }
-  RL_D void end() {  // after its last one
+  template <int KEY>
+  RL_D void end() {  // after a head's last tile
     wgmma_fence();
-    start_products(KEYS - 1, 1, false);
+    start_products(KEY, 1, false);
     wgmma_wait<0>();
-    touch_gradients(KEYS - 1);
+    touch_gradients(KEY);
   }
 };
 
-// Step k of a tile. age: how many blocks its queries come after the warpgroup's first keys.
-RL_D void take_step(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int k, u32 tile, int age,
-                    int place) {
-  const int part = k / KEYS, key = k % KEYS, now = k & 1, last = (k + STEPS - 1) % KEYS;
-  if (k == 0) p.wait_full(tile);
-  const u32 some = operand_at(p.pair(tile)) + part * units(STEP * ROW);
-  wgmma_fence();
-  scores[key].start(w.s, w.dp, some);
-  w.start_products(last, 1 - now, w.fresh && k < KEYS);
-  w.before = some;
-  if (k == 0) p.wait_ready(tile);
-  wgmma_wait<1>();
-  wgmma_touch(w.s);
-  wgmma_touch(w.dp);
-  if (age == key) mask_past(w.s, part * (STEP / 8), p.warp, p.lane);
-  if (age < key) {
-    wgmma_touch(w.s);  // a branch, or ptxas selects in every square
+// A tile whose queries come AGE blocks after the warpgroup's first keys, KEYS for that many or more: of as many of its blocks
+// as they see. fresh: dK and dV are nothing yet.
+template <int AGE>
+RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], u32 tile, int place,
+                    bool fresh) {
+  constexpr int SEEN = AGE < KEYS ? AGE + 1 : KEYS, STEPS = SEEN * (64 / STEP);
+  static_assert(STEPS % 2 == 0);
+  p.wait_full(tile);
+  const u32 queries = operand_at(p.pair(tile));
+  uint4 stats[STEP / 8];
 #pragma unroll
-    for (int n = 0; n < STEP / 2; ++n) w.s[n] = NOTHING;
+  for (int k = 0; k < STEPS; ++k) {
+    const int part = k / SEEN, key = k % SEEN, now = k & 1, last = k > 0 ? (k - 1) % SEEN : AGE - 1;
+    const bool products = AGE > 0 || k > 0;
+    const u32 some = queries + part * units(STEP * ROW);
+    wgmma_fence();
+    scores[key].start(w.s, w.dp, some);
+    if (products) w.start_products(last, 1 - now, AGE < KEYS && k == AGE + 1 && fresh);
+    w.before = some;
+    if (k == 0) p.wait_ready(tile);
+    if (key == 0)
+#pragma unroll
+      for (int n = 0; n < STEP / 8; ++n) stats[n] = load_statistics(p.stats(tile) + part * (8 * STEP), n, p.lane);
+    if (products)
+      wgmma_wait<1>();
+    else
+      wgmma_wait<0>();
+    wgmma_touch(w.s);
+    wgmma_touch(w.dp);
+    if (AGE == key) mask_past(w.s, part * (STEP / 8), p.warp, p.lane);
+    differentiate(w.pairs_p[now], w.pairs_ds[now], w.s, w.dp, a.scale * LOG2_E, [&](int n) { return stats[n]; });
+    if (k == 0) p.wait_square_empty(tile);
+    store_step(p.square(tile, place + key), part, w.pairs_ds[now], p.warp, p.lane);
+    if (products) {
+      wgmma_wait<0>();
+      w.touch_gradients(last);
+    }
   }
-  differentiate(w.pairs_p[now], w.pairs_ds[now], w.s, w.dp, p.stats(tile) + part * (8 * STEP), a.scale * LOG2_E, p.lane);
-  if (k == 0) p.wait_square_empty(tile);
-  store_step(p.square(tile, place + key), part, w.pairs_ds[now], p.warp, p.lane);
-  wgmma_wait<0>();
-  w.touch_gradients(last);
+  p.arrive(p.square_full(tile));
 }
 
 // All tiles of a head that a span meets. `tile`: the number of the first one.
-RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int first, int place,
+RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int first, int place, bool fresh,
                     u32& tile) {
+  static_assert(KEYS == 2);
   int i = first;
 #pragma unroll 1
   for (; i < first + place && i < a.blocks; ++i, ++tile) {  // queries that do not see these keys
@@ -101,20 +109,16 @@ RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&s
     p.arrive(p.square_full(tile));
   }
   if (i == a.blocks) return;
-  p.wait_full(tile);
-  w.begin(operand_at(p.pair(tile)));
+  take_tile<0>(w, a, p, scores, tile++, place, fresh);
+  if (++i == a.blocks) return w.end<0>();
+  take_tile<1>(w, a, p, scores, tile++, place, fresh);
 #pragma unroll 1
-  for (; i < a.blocks; ++i, ++tile) {
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) take_step(w, a, p, scores, k, tile, i - first - place, place);
-    w.fresh = false;
-    fence_async();
-    p.arrive(p.square_full(tile));
-  }
-  w.end();
+  for (++i; i < a.blocks; ++i) take_tile<KEYS>(w, a, p, scores, tile++, place, false);
+  w.end<KEYS - 1>();
 }
 
 RL_D void run_keys(const Arguments& a, const Here& p) {
+  await_previous();
 #if RL_COLUMN_SUMS
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
   const int row = (static_cast<int>(blockIdx.x) * GROUPS + p.group) * 4 + p.warp;
@@ -130,12 +134,11 @@ RL_D void run_keys(const Arguments& a, const Here& p) {
 #pragma unroll 1
     for (int turn = 0; unit.first(a, turn) < a.blocks; ++turn, ++spans) {
       const int first = unit.first(a, turn), place = place_of(p.group, spans);
-      w.fresh = true;
       p.wait_own(spans);
       const Scores scores[KEYS] = {Scores(p.own(place, spans), p.warp, p.lane),
                                    Scores(p.own(place + 1, spans), p.warp, p.lane)};
 #pragma unroll 1
-      for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, place, tile);
+      for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, place, h == 0, tile);
 #pragma unroll
       for (int key = 0; key < KEYS; ++key)
         if (first + place + key < a.blocks) {
@@ -149,100 +152,128 @@ RL_D void run_keys(const Arguments& a, const Here& p) {
   }
 }
 
-// ---- the other warpgroups: statistics and copies, and dQ
+// ---- the other warpgroups: statistics and copies, and dQ. Each of their instructions takes its turn from those that compute.
 
-// What belongs to the two rows of a thread whose statistics are next: the log-sum-exp, and the outputs in columns from
-// 8 · (lane % 4) on. Rows beyond the last have probabilities of nothing.
+// What belongs to the two rows of a thread whose statistics are next: outputs in columns from 8 · (lane % 4) on, and the
+// log-sum-exp of the first row in even lanes, of the second in odd ones. Rows beyond the last have probabilities of nothing.
 struct Rows {
-  float lse[2];
+  const u16* o_at;
+  const float* lse_at;
+  int t;  // the first row
+  float lse;
   uint4 o[2];
-  RL_D static int row(const Here& p, int h) { return 16 * p.warp + (p.lane >> 2) + 8 * h; }
-  RL_D void load(const Arguments& a, const Here& p, const Position& at) {
-    if (!at.exists(a)) return;
+  RL_D void start(const Arguments& a, const Here& p, const Position& at) {  // at the first tile of a head
     const int head = at.unit.first_head + at.head;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int t = 64 * at.i + row(p, h);
-      const i64 sample = static_cast<i64>(at.unit.batch) * a.T + t;
-      lse[h] = t < a.T ? a.lse[(static_cast<i64>(at.unit.batch) * a.heads + head) * a.T + t] * LOG2_E : -NOTHING;
-      o[h] = t < a.T ? load_global_16(a.o + sample * a.o_pitch + head * D + 8 * (p.lane & 3)) : uint4{0, 0, 0, 0};
-    }
+    t = 64 * at.i + 16 * p.warp + (p.lane >> 2);
+    o_at = a.o + (static_cast<i64>(at.unit.batch) * a.T + t) * a.o_pitch + head * D + 8 * (p.lane & 3);
+    lse_at = a.lse + (static_cast<i64>(at.unit.batch) * a.heads + head) * a.T + t + 8 * (p.lane & 1);
+  }
+  RL_D void next(const Arguments& a) { t += 64, o_at += static_cast<i64>(64) * a.o_pitch, lse_at += 64; }
+  RL_D void load(const Arguments& a, const Here& p) {
+    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at * LOG2_E : -NOTHING;
+    o[0] = t < a.T ? load_global_16(o_at) : uint4{0, 0, 0, 0};
+    o[1] = t + 8 < a.T ? load_global_16(o_at + static_cast<i64>(8) * a.o_pitch) : uint4{0, 0, 0, 0};
   }
   RL_D void store(const Here& p, u32 d_o, u32 stats) const {
+    const int row = 16 * p.warp + (p.lane >> 2);
+    const u32 at = d_o + tile_offset(row, p.lane & 3);
+    float delta[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float delta = dot_8(o[h], load_shared_16(d_o + tile_offset(row(p, h), p.lane & 3)));
-      delta += shuffle_xor(delta, 1);
-      delta += shuffle_xor(delta, 2);
-      if ((p.lane & 3) == 0) store_shared_8(stats + 8 * row(p, h), as_bits(lse[h]), as_bits(delta));
+      delta[h] = dot_8(o[h], load_shared_16(at + 8 * ROW * h));
+      delta[h] += shuffle_xor(delta[h], 1);
+      delta[h] += shuffle_xor(delta[h], 2);
     }
+    if ((p.lane & 2) == 0)
+      store_shared_8(stats + 8 * (row + 8 * (p.lane & 1)), as_bits(lse), as_bits(p.lane & 1 ? delta[1] : delta[0]));
   }
 };
 
-// Starts the copies of tiles before `end`, and of the keys of spans up to number `spans` with their first tile. A thread takes
-// long to start one: each warp starts those of one tensor.
-RL_D void copy_tiles(const Arguments& a, const Here& p, Position& at, u32& tile, u32 end, int spans) {
+// Starts the copies of a tile, and before a span's first one those of its keys. A thread takes long to start one: each warp
+// starts those of one tensor.
+RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 tile) {
+  if (p.warp >= 2 && at.begins()) p.wait_own_empty(at.spans);
+  if (p.lane != 0) return;
+  if (p.warp < 2) {
+    const u32 barrier = p.full(tile);
+    if (p.warp == 0) barrier_expect(barrier, PAIR);
+    copy_4d(p.pair(tile) + p.warp * TILE, p.warp == 0 ? a.q : a.d_o, 0, at.unit.first_head + at.head, 64 * at.i, at.unit.batch,
+            barrier);
+  } else if (at.begins()) {
+    const u32 barrier = p.own_full(at.spans), to = p.own(0, at.spans) + (p.warp - 2) * TILE;
+    if (p.warp == 2) barrier_expect(barrier, SPAN * PAIR);
 #pragma unroll 1
-  for (; tile < end && at.spans <= spans && at.exists(a); ++tile, at.next(a)) {
-    if (p.lane != 0) continue;
-    if (p.warp < 2) {
-      const u32 barrier = p.full(tile);
-      if (p.warp == 0) barrier_expect(barrier, PAIR);
-      copy_4d(p.pair(tile) + p.warp * TILE, p.warp == 0 ? a.q : a.d_o, 0, at.unit.first_head + at.head, 64 * at.i,
-              at.unit.batch, barrier);
-    } else if (at.begins()) {
-      const u32 barrier = p.own_full(at.spans), to = p.own(0, at.spans) + (p.warp - 2) * TILE;
-      if (p.warp == 2) barrier_expect(barrier, SPAN * PAIR);
-#pragma unroll 1
-      for (int place = 0; place < SPAN; ++place)
-        copy_4d(to + place * PAIR, p.warp == 2 ? a.k : a.v, 0, at.unit.group, 64 * (at.first + place), at.unit.batch, barrier);
-    }
+    for (int place = 0; place < SPAN; ++place)
+      copy_4d(to + place * PAIR, p.warp == 2 ? a.k : a.v, 0, at.unit.group, 64 * (at.first + place), at.unit.batch, barrier);
   }
 }
 
-// dQ of a tile by a span, added to what is there: its dS in shared memory with keys as rows, of the blocks that the tile sees.
-RL_D void multiply_span(float (&dq)[D / 2], const Here& p, const Position& at, u32 tile) {
-  const int seen = at.i - at.first < SPAN ? at.i - at.first + 1 : SPAN;
-#pragma unroll 1
-  for (int place = 0; place < seen; ++place) {
-    const u32 square = operand_at(p.square(tile, place)), keys = operand_at(p.own(place, at.spans));
-#pragma unroll
-    for (int b = 0; b < 4; ++b) wgmma<D, 1, 1>(dq, operand<128>(square + 128 * b), operand<ROW>(keys + ROW * b), true);
-  }
-}
-
-// Copies and statistics. What says that a tile's dS is there also says that everybody is done with the tile before.
+// Copies and statistics. What says that a tile's dS is there also says that those who compute are done with the tile before.
 RL_D void prepare(const Arguments& a, const Here& p) {
-  Position at(a), copied(a), known(a);  // known: its statistics
-  u32 tile = 0, copies = 0, statistics = 0;
+  Position copied(a), known(a);  // known: its statistics
+  int copies = 0, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
   Rows rows;
-  rows.load(a, p, known);
-  const auto advance = [&](u32 free, u32 needed, int spans) {
-    copy_tiles(a, p, copied, copies, free, spans);
+  rows.start(a, p, known);
+  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
+  await_previous();
+  rows.load(a, p);
+  const auto advance = [&](int done) {  // once dS of a tile is there
 #pragma unroll 1
-    for (; statistics < needed && statistics < copies; ++statistics) {
+    for (; copies < done + STAGES && copied.exists(a); ++copies, copied.next(a)) {
+      if (copied.begins()) {
+        if (copied.spans >= 2 && done < begun) break;  // its keys have no place
+        begun = copies;
+      }
+      copy_tile(a, p, copied, copies);
+    }
+#pragma unroll 1
+    for (; statistics < done + 3 && statistics < copies; ++statistics) {
       p.wait_full(statistics);
       rows.store(p, p.pair(statistics) + TILE, p.stats(statistics));
       p.arrive(p.ready(statistics));
       known.next(a);
-      rows.load(a, p, known);
+      if (!known.exists(a)) continue;
+      if (known.i == known.first)
+        rows.start(a, p, known);
+      else
+        rows.next(a);
+      rows.load(a, p);
     }
   };
-  advance(STAGES, 2, 1);
+  advance(-1);
 #pragma unroll 1
-  for (; at.exists(a); at.next(a), ++tile) {
+  for (int tile = 0; tile < copies; ++tile) {
     p.wait_square(tile);
     p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
-    advance(tile + STAGES, tile + 3, at.spans + 1);
+    advance(tile);
   }
 }
 
+// dQ of a tile by a span, added to `dq` or in its place: dS of the blocks that the tile sees, keys as rows, which is turned on
+// its way into registers. square, keys: the first ones; square with what belongs to the lane.
+RL_D void multiply_span(float (&dq)[D / 2], u32 square, u32 keys, int seen, bool fresh) {
+#pragma unroll 1
+  for (int n = 0; n < 2 * seen; ++n) {
+    u32 ds[2][4];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) load_matrices_transposed(ds[b], square + 16 * 128 * b);
+    wgmma_fence();
+#pragma unroll
+    for (int b = 0; b < 2; ++b) wgmma_registers<D, 1>(dq, ds[b], operand<ROW>(keys + ROW * b), b > 0 || n > 0 || !fresh);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_touch(dq);
+    square += SQUARE / 2, keys += n & 1 ? units(PAIR) - 2 * ROW : 2 * ROW;
+  }
+}
 // dQ.
 RL_D void run_queries(const Arguments& a, const Here& p) {
-  Position at(a);
+  await_previous();
   u32 tile = 0;
+  int spans = 0;
   float dq[D / 2];
   const int thread = threadIdx.x & 127;
+  const u32 lane_at = swizzle128((p.lane & 7) + (p.lane >> 4) * 8, 2 * p.warp + (p.lane >> 3 & 1));
 #if RL_COLUMN_SUMS
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
   const int row = static_cast<int>(blockIdx.x) * 4 + p.warp, samples = a.units / a.key_parts / (a.heads / a.heads_per_part);
@@ -251,39 +282,49 @@ RL_D void run_queries(const Arguments& a, const Here& p) {
   float* sums = a.column_sums + static_cast<i64>(row) * width;
 #endif
 #pragma unroll 1
-  for (; at.exists(a); at.next(a), ++tile) {
-    const int slot = a.key_parts > 1 ? at.number : blockIdx.x;
-    const i64 number = (static_cast<i64>(slot) * a.heads_per_part + at.head) * a.blocks + at.i;  // of the tile
-    float* place = a.dq_sums + number * (64 * D) + 4 * thread;
-    const bool last = a.key_parts == 1 && at.i < at.first + SPAN;  // no later span sees these queries
+  for (int number = blockIdx.x; number < a.units; number += gridDim.x) {
+    const Unit unit(a, number);
+    const i64 slot = static_cast<i64>(a.key_parts > 1 ? number : blockIdx.x) * a.heads_per_part;
+#pragma unroll 1
+    for (int turn = 0; unit.first(a, turn) < a.blocks; ++turn, ++spans) {
+      const int first = unit.first(a, turn);
+      const u32 keys = operand_at(p.own(0, spans));
+      p.wait_own(spans);
+#pragma unroll 1
+      for (int h = 0; h < a.heads_per_part; ++h) {
+        float* place = a.dq_sums + ((slot + h) * a.blocks + first) * (64 * D) + 4 * thread;
+#pragma unroll 1
+        for (int i = first; i < a.blocks; ++i, ++tile, place += 64 * D) {
+          const bool near = i < first + SPAN, last = near && a.key_parts == 1;  // no later span sees these queries
+          if (last && turn > 0) {
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
-      const float4 x = last && at.turn > 0 ? load_global_16(place + 512 * n) : make_float4(0.f, 0.f, 0.f, 0.f);
-      dq[4 * n] = x.x, dq[4 * n + 1] = x.y, dq[4 * n + 2] = x.z, dq[4 * n + 3] = x.w;
-    }
-    if (at.begins()) p.wait_own(at.spans);
-    p.wait_square(tile);
-    wgmma_fence();
-    multiply_span(dq, p, at, tile);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_touch(dq);
-    p.arrive(p.square_empty(tile));
-    if (last) {
-      const int head = at.unit.first_head + at.head, t = 64 * at.i + 16 * p.warp;
-      store_rows(a.dq + (static_cast<i64>(at.unit.batch) * a.T + t) * a.q_pitch + head * D, a.q_pitch, dq, a.scale, a.scale,
-                 a.T - t, p.lane);
+            for (int n = 0; n < D / 8; ++n) {
+              const float4 x = load_global_16(place + 512 * n);
+              dq[4 * n] = x.x, dq[4 * n + 1] = x.y, dq[4 * n + 2] = x.z, dq[4 * n + 3] = x.w;
+            }
+          }
+          p.wait_square(tile);
+          multiply_span(dq, p.square(tile, 0) + lane_at, keys, near ? i - first + 1 : SPAN, !last || turn == 0);
+          p.arrive(p.square_empty(tile));
+          if (last) {
+            const int head = unit.first_head + h, t = 64 * i + 16 * p.warp;
+            store_rows(a.dq + (static_cast<i64>(unit.batch) * a.T + t) * a.q_pitch + head * D, a.q_pitch, dq, a.scale, a.scale,
+                       a.T - t, p.lane);
 #if RL_COLUMN_SUMS
-      add_column_sums(sums + head * D, dq, a.scale, p.lane);
+            add_column_sums(sums + head * D, dq, a.scale, p.lane);
 #endif
-    } else if (at.turn == 0) {
+          } else if (turn == 0) {
 #pragma unroll
-      for (int n = 0; n < D / 8; ++n)
-        store_global_16(place + 512 * n, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-    } else {  // nobody waits for what was there; the order is this thread's
+            for (int n = 0; n < D / 8; ++n)
+              store_global_16(place + 512 * n, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+          } else {  // nobody waits for what was there; the order is this thread's
 #pragma unroll
-      for (int n = 0; n < D / 8; ++n)
-        add_global_16(place + 512 * n, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+            for (int n = 0; n < D / 8; ++n)
+              add_global_16(place + 512 * n, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+          }
+        }
+      }
+      p.arrive(p.own_empty(spans));
     }
   }
 }

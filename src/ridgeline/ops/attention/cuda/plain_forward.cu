@@ -53,6 +53,7 @@ RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int i, Sof
 }
 
 RL_D void run(const Arguments& a, const Here& p) {
+  await_previous();
   const float scale = a.scale * LOG2_E;
   float s[32], o[D / 2];
   u32 pairs[16], tile = 0;
@@ -113,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
   share_registers(p.copies());
   if (!p.copies())
     run(a, p);
-  else if (p.warp == 0 && p.lane == 0)
+  else
     copy_all(a, p, [&](const Unit& unit, int row, u32 to, u32 barrier) {
       barrier_expect(barrier, TILE);
       copy_4d(to, a.q, 0, unit.index, row, unit.batch, barrier);

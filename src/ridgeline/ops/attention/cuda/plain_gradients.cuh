@@ -4,13 +4,15 @@
 
 namespace rl {
 
-// P and dS from S and dP, packed along columns. stats: log-sum-exp and delta of each column's query.
-template <int HALF>
+// Log-sum-exp and delta of the queries of a lane's two columns among columns 8 n to 8 n + 7.
+RL_D uint4 load_statistics(u32 from, int n, int lane) { return load_shared_16(from + 64 * n + 16 * (lane & 3)); }
+// P and dS from S and dP, packed along columns. stats(n): what load_statistics gives.
+template <int HALF, typename Statistics>
 RL_D void differentiate(u32 (&pairs_p)[HALF / 2], u32 (&pairs_ds)[HALF / 2], const float (&s)[HALF], const float (&dp)[HALF],
-                        u32 stats, float scale, int lane) {
+                        float scale, Statistics stats) {
 #pragma unroll
   for (int n = 0; n < HALF / 4; ++n) {
-    const uint4 x = load_shared_16(stats + 64 * n + 16 * (lane & 3));
+    const uint4 x = stats(n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int at = 4 * n + 2 * h;

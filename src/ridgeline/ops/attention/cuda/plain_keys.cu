@@ -96,7 +96,8 @@ RL_D void run(const Arguments& a, const Here& p) {
             if (AHEAD) end_products(dk, dv);
             if (part == 0 && !fresh) p.release(held);
             if (i == j) mask_past(s, part * (STEP / 8), p.warp, p.lane);
-            differentiate(pairs_p, pairs_ds, s, dp, p.stats(tile) + part * (8 * STEP), scale, p.lane);
+            const u32 stats = p.stats(tile) + part * (8 * STEP);
+            differentiate(pairs_p, pairs_ds, s, dp, scale, [=](int n) { return load_statistics(stats, n, p.lane); });
             wgmma_fence();
             multiply_pairs(dv, pairs_p, some + units(TILE), fresh);
             multiply_pairs(dk, pairs_ds, some, fresh);
@@ -139,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
                     parts, units, kv_pitch, sum_rows, scale};
   const Here p;
   p.start();
+  await_previous();
   share_registers(p.copies());
   if (!p.copies())
     run(a, p);

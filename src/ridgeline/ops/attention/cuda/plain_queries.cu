@@ -60,6 +60,7 @@ RL_D void end_product(float (&dq)[D / 2]) {
 }
 
 RL_D void run(const Arguments& a, const Here& p) {
+  await_previous();
   const float scale = a.scale * LOG2_E;
   float s[STEP / 2], dp[STEP / 2], dq[D / 2];
   u32 pairs[STEP / 4], tile = 0;
@@ -135,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
   share_registers(p.copies());
   if (!p.copies())
     run(a, p);
-  else if (p.warp == 0 && p.lane == 0)
+  else
     copy_all(a, p, [&](const Unit& unit, int row, u32 to, u32 barrier) {
       barrier_expect(barrier, 3 * TILE);
       copy_4d(to, a.q, 0, unit.index, row, unit.batch, barrier);

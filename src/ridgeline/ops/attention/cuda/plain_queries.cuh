@@ -21,21 +21,26 @@ struct Unit {
   int first;
 };
 
-// Starts the copies of all units: what belongs to the warpgroups' blocks by `load_own`, and keys with their values. A thread.
+// Starts the copies of all units: what belongs to the warpgroups' blocks by `load_own`, and keys with their values. By a thread
+// each where there are as many warps.
 template <typename Arguments, typename Place, typename LoadOwn>
 RL_D void copy_all(const Arguments& a, const Place& p, LoadOwn load_own) {
+  const bool keys = p.warp == 0, own = p.warp == 1 || !UNEVEN;
+  if (p.lane != 0 || (!keys && !own)) return;
+  if (keys) prefetch_map(a.k), prefetch_map(a.v);
+  Unit unit(a, unit_in(0));
+  await_previous();
   u32 tile = 0;
 #pragma unroll 1
-  for (int round = 0; unit_in(round) < a.units; ++round) {
-    const Unit unit(a, unit_in(round));
+  for (int round = 0; unit_in(round) < a.units; unit = Unit(a, unit_in(++round))) {
 #pragma unroll 1
-    for (int group = 0; group < GROUPS; ++group) {
+    for (int group = GROUPS - 1; own && group >= 0; --group) {
       p.wait_own_empty(group, round);
       load_own(unit, 64 * unit.block(group, round), p.own(group, round), p.own_full(group, round));
     }
     const int kv_head = unit.index / a.heads_per_group;
 #pragma unroll 1
-    for (int j = unit.top; j >= 0; --j, ++tile) {
+    for (int j = unit.top; keys && j >= 0; --j, ++tile) {
       p.wait_empty(tile);
       const u32 to = p.pair(tile), barrier = p.full(tile);
       barrier_expect(barrier, PAIR);

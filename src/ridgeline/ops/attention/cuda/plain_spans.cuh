@@ -6,8 +6,9 @@
 // shared memory too, where a third warpgroup multiplies those of the whole span with its keys: the span's share of the tile's
 // dQ. Scores are computed once, and a square takes five products.
 //
-// A fourth warpgroup starts all copies and computes the rows' statistics. It needs no barriers for places that have become
-// free: dS of a tile from everybody says that everybody is done with the tile before, and with the span before.
+// A fourth warpgroup starts all copies and computes the rows' statistics. It needs no barriers for places of tiles that have
+// become free: dS of a tile from everybody says that everybody is done with the tile before. Those of keys are free once dQ's
+// warpgroup is done with their span.
 //
 // A thread block takes all spans of its heads, or where these are few a part of them, one span after the other. What they
 // add up to of dQ lies in fp32 in a place of the thread block's own, and each of its threads meets only what it wrote. The
@@ -21,6 +22,7 @@ static_assert(D == 32);
 constexpr int GROUPS = 2, KEYS = 2, SPAN = GROUPS * KEYS;  // warpgroups that compute, blocks of one, blocks of a span
 constexpr int STAGES = RING_STAGES, SQUARES = SQUARE_STAGES, STEP = 32, PAIR = 2 * TILE;
 constexpr int THREADS = 128 * (GROUPS + 2);
+static_assert((STAGES & (STAGES - 1)) == 0);  // places and phases are cheap
 constexpr int MANY_REGISTERS = 200, FEW_REGISTERS = 56;  // of a thread that computes, and of another one
 
 RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
@@ -75,7 +77,7 @@ struct Position {
 struct Here {
   static constexpr int SQUARES_AT = STAGES * PAIR, OWN_AT = SQUARES_AT + SQUARES * SPAN * SQUARE;
   static constexpr int STATS_AT = OWN_AT + 2 * SPAN * PAIR, STATS_BYTES = 64 * 8;
-  static constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES, BARRIERS = 2 * STAGES + 2 * SQUARES + 2;
+  static constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES, BARRIERS = 2 * STAGES + 2 * SQUARES + 4;
   static constexpr int BYTES = BARRIERS_AT + 8 * BARRIERS;
   u32 smem;
   int group, warp, lane;
@@ -89,6 +91,7 @@ struct Here {
   RL_D u32 square_full(u32 tile) const { return barrier(2 * STAGES + tile % SQUARES); }
   RL_D u32 square_empty(u32 tile) const { return barrier(2 * STAGES + SQUARES + tile % SQUARES); }
   RL_D u32 own_full(int spans) const { return barrier(2 * STAGES + 2 * SQUARES + (spans & 1)); }
+  RL_D u32 own_empty(int spans) const { return barrier(2 * STAGES + 2 * SQUARES + 2 + (spans & 1)); }
   RL_D u32 pair(u32 tile) const { return smem + tile % STAGES * PAIR; }
   RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STAGES * STATS_BYTES; }
   RL_D u32 square(u32 tile, int place) const { return smem + SQUARES_AT + (tile % SQUARES * SPAN + place) * SQUARE; }
@@ -98,13 +101,14 @@ struct Here {
     if (threadIdx.x == 0) {
       for (int b = 0; b < BARRIERS; ++b) {
         const int of_squares = b - 2 * STAGES;
+        const int of_keys = of_squares - 2 * SQUARES;
         const int arrivals = b < STAGES ? 1 : of_squares < 0 ? 4 : of_squares < SQUARES ? 4 * GROUPS : 8;
-        barrier_init(barrier(b), of_squares < 2 * SQUARES ? arrivals : 1);
+        barrier_init(barrier(b), of_keys < 0 ? arrivals : of_keys < 2 ? 1 : 4);
       }
       barrier_init_fence();
       fence_async();
     }
-    start_together();
+    sync_block();
   }
   RL_D void wait_full(u32 tile) const { barrier_wait(full(tile), tile / STAGES & 1); }
   RL_D void wait_ready(u32 tile) const { barrier_wait(ready(tile), tile / STAGES & 1); }
@@ -113,6 +117,9 @@ struct Here {
     if (tile >= SQUARES) barrier_wait(square_empty(tile), (tile / SQUARES - 1) & 1);
   }
   RL_D void wait_own(int spans) const { barrier_wait(own_full(spans), spans >> 1 & 1); }
+  RL_D void wait_own_empty(int spans) const {  // before keys are copied to the place of those two spans before
+    if (spans >= 2) barrier_wait(own_empty(spans), ((spans >> 1) - 1) & 1);
+  }
   RL_D void arrive(u32 at) const {
     sync_warp();
     if (lane == 0) barrier_arrive(at);

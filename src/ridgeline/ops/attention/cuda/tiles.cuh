@@ -20,11 +20,10 @@ RL_HD constexpr u32 tile_offset(u32 row, u32 chunk) {
   return D == 64 ? swizzle128(row, chunk) : row * 64 + ((chunk ^ ((row >> 1) & 3)) << 4);
 }
 
-// Once barriers are there, and before anything is read that a kernel before this one wrote.
-RL_D void start_together() {
+// Before anything is read that a kernel before this one wrote, or written that it reads.
+RL_D void await_previous() {
   wait_for_previous();
   let_next_start();
-  sync_block();
 }
 
 // Operands of wgmma are named by the low word of their descriptor: 16-byte units, to which constants can be added.
