@@ -1,16 +1,20 @@
 """fp32 on a card: its products and its attention against fp64 and beside the vendor's, then whole steps in turns.
 
-PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS] [check|cubes|products|attention|step ...]
+PYTHONPATH=src OUT=$OUT python3 dev/gpu/float_gpu.py [SECONDS] [check|cubes|products|epilogues|attention|step ...]
+
+With RL_FLOAT_BEFORE=FOLDER (an earlier ops/linear) its kernels run beside ours in `epilogues` and `step`.
 """
 
 import collections
 import concurrent.futures
 import contextlib
 import copy
+import dataclasses
 import json
 import os
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,17 +22,24 @@ from fused_gpu import FAST, GPT2, captured, interleaved
 
 from ridgeline.engine import TrainStep
 from ridgeline.models import LanguageConfig, LanguageModel
+from ridgeline.models.fused import stack
+from ridgeline.models.fused.choices import choose
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.attention import float32
 from ridgeline.ops.linear import doubles
 from ridgeline.ops.linear.doubles import Tile
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient
 
-PARTS = [a for a in sys.argv[1:] if a.isalpha()] or ["check", "cubes", "attention", "step", "products"]
+PARTS = [a for a in sys.argv[1:] if a.isalpha()] or ["check", "cubes", "epilogues", "attention", "step", "products"]
 END = time.time() + next((float(a) for a in sys.argv[1:] if a.isdigit()), 60)
 OUT, found = os.environ.get("OUT", "/tmp"), {}
 torch.backends.cuda.matmul.allow_tf32 = False
 TILES = {"128x64 two": Tile(), "128x128 one": Tile(2, 64, 1), "128x32 three": Tile(1, 32, 3)}
+KINDS = ((1, doubles.PLAIN, 0, 1), (1, doubles.PLAIN, 0, 0), (1, doubles.GELU, 1, 1), (0, doubles.PLAIN, 0, 0),
+         (0, doubles.FACTOR, 0, 0), (1, doubles.RESIDUAL, 0, 1), (1, doubles.GELU, 1, 0), (1, doubles.RESIDUAL, 0, 0))  # fmt: skip
+SOURCES = {"": (doubles.PRODUCT, doubles.GRADIENTS)}
+if "RL_FLOAT_BEFORE" in os.environ:
+    SOURCES["before"] = tuple(Path(os.environ["RL_FLOAT_BEFORE"]) / path.name for path in SOURCES[""])
 SHAPES = {"gpt2": (768, 256, 1024), "fast": (320, 256, 512)}  # qkv, out, up
 N, C = 8192, 256
 normal = lambda *shape: torch.randn(*shape, device="cuda")
@@ -65,7 +76,7 @@ def warm():
 
 def check():
     """Every product and the grouped gradients over fp64; beside it cuBLAS's error."""
-    for tile_name, tile in TILES.items():
+    for tile_name, tile in TILES.items() if {"cubes", "products"} & set(PARTS) else [("128x64 two", Tile())]:
         for rows, K, M in ((N, 256, 1024), (1000, 320, 68)):
             a, w, bias = normal(rows, K), normal(M, K), normal(M)
             exact = a.double() @ w.double().t()
@@ -216,26 +227,71 @@ def on(kernels):
         float32.choose = before
 
 
+@contextlib.contextmanager
+def chosen(product="", gradients="", attention=float32.DOUBLES, **changes):
+    """Another version's kernels, attention's other kind, other choices of the stack than its own."""
+    now = doubles.PRODUCT, doubles.GRADIENTS, stack.choose
+    doubles.PRODUCT, doubles.GRADIENTS = SOURCES[product][0], SOURCES[gradients][1]
+    stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
+    try:
+        with on(attention):
+            yield
+    finally:
+        doubles.PRODUCT, doubles.GRADIENTS, stack.choose = now
+
+
+def epilogues():
+    """The products of a block with what follows them, and all weight gradients with and without column sums."""
+    for name, (Q, C, Fw) in SHAPES.items():
+        biased = name == "gpt2"
+        bias = lambda width: normal(width) if biased else None
+        x, h, w_qkv, w_up, w_down = normal(N, C), normal(N, Fw), normal(Q, C), normal(Fw, C), normal(C, Fw)
+        qkv, up, slope, stream, out = nan(N, Q), nan(N, Fw), nan(N, Fw), normal(N, C), nan(N, C)
+        b_qkv, b_up, b_down = bias(Q), bias(Fw), bias(C)
+        jobs = {
+            "qkv": lambda: doubles.product(x, w_qkv, qkv, bias_N=b_qkv),
+            "up": lambda: doubles.product(x, w_up, up, bias_N=b_up, gelu="tanh", slope_MN=slope),
+            "down": lambda: doubles.product(h, w_down, out, bias_N=b_down),
+            "down + residual": lambda: doubles.product(h, w_down, out, bias_N=b_down, residual_MN=stream),
+            "down's gradient": lambda: doubles.product(x, w_down, up, transposed_b=True, factor_MN=slope),
+            "up's gradient": lambda: doubles.product(h, w_up, out, transposed_b=True),
+        }
+        for what, job in jobs.items():
+            graphs = {}
+            for version in SOURCES:
+                with chosen(version, version):
+                    graphs[version or "now"] = four(job)
+            times(f"{name} {what}", graphs)
+        layers = [(Q, C), (C, C), (Fw, C), (C, Fw)] * 6
+        group = [Gradient(normal(N, m), normal(N, k), nan(m, k), nan(m)) for m, k in layers]
+        graphs = {}
+        for version in SOURCES:
+            for sums in (True, False):
+                own = group if sums else [g._replace(dbias_M=None) for g in group]
+                with chosen(version, version):
+                    key = f"{version or 'now'}{'' if sums else ', without sums'}"
+                    graphs[key] = captured(lambda: doubles.weight_gradients(own))
+        tell(f"{name} gradients us", {k: round(us) for k, us in interleaved(graphs, 5, 2).items()})
+
+
 KERNELS = {"doubles": float32.DOUBLES, "lanes": float32.LANES}
-CHOICES = {  # tile, and attention's kernels
-    "chosen": (Tile(), float32.DOUBLES),
-    "attention on lanes": (Tile(), float32.LANES),
-    "128x128": (Tile(2, 64, 1), float32.DOUBLES),
-}
+CHOICES = {"chosen": {}, "joins apart": {"out": "cuda", "rest": "cuda"}}
+if "before" in SOURCES:
+    apart = CHOICES["joins apart"]
+    CHOICES["before"] = {"product": "before", "gradients": "before", **apart}
+    CHOICES["before, new gradients"] = {"product": "before", **apart}
 
 
 def step(name, config):
-    """Whole steps with several choices in turns, and the chosen one's kernels."""
+    """Whole steps with several choices in turns, and two choices' kernels."""
     runs, tokens = {}, torch.randint(65, (32, 257), device="cuda")
     batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
-    for key, (tile, kernels) in CHOICES.items():
+    for key, changes in CHOICES.items():
         m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
         runs[key] = TrainStep(m, precision="fp32")
-        before, doubles.TILE = doubles.TILE, tile
-        with on(kernels):
+        with chosen(**changes):
             for _ in range(3):
                 runs[key](batch)
-        doubles.TILE = before
     torch.cuda.synchronize()
     spent = collections.defaultdict(list)
     for turn in range(6):
@@ -248,19 +304,26 @@ def step(name, config):
             b.record()
             torch.cuda.synchronize()
             spent[key].append(a.elapsed_time(b) / 10)
-    tell(f"{name} step ms", {key: round(sorted(ms)[3], 3) for key, ms in spent.items()})
+    tell(f"{name} step ms", {key: [round(sorted(ms)[n], 3) for n in (3, 0, 5)] for key, ms in spent.items()})
+    for key in [k for k in ("chosen", "before") if k in runs and time.time() < END - 6]:
+        kernels_of(f"{name} {key}", runs[key], batch)
+
+
+def kernels_of(name, run, batch):
+    """A step's kernels by their own time: one launched early also counts its wait for the one before."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(3):
-            runs["chosen"](batch)
+            run(batch)
         torch.cuda.synchronize()
-    total, count = collections.Counter(), collections.Counter()
-    for e in prof.events():
-        if e.device_type == torch.autograd.DeviceType.CUDA:
-            total[e.name[:70]] += (e.time_range.end - e.time_range.start) / 3
-            count[e.name[:70]] += 1
-    for kernel, us in total.most_common(16):
+    own, count, reach = collections.Counter(), collections.Counter(), 0
+    on_card = [e for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    for e in sorted(on_card, key=lambda e: e.time_range.start):
+        own[e.name[:60]] += max(0, e.time_range.end - max(e.time_range.start, reach)) / 3
+        count[e.name[:60]] += 1
+        reach = max(reach, e.time_range.end)
+    for kernel, us in own.most_common(12):
         tell(f"  {name} {kernel}", f"{us:.0f} us {count[kernel] / 3:.0f} x")
 
 

@@ -48,7 +48,12 @@ def counted(owner, name, spent):
 
 def once(seed, words):
     """A run, and where its seconds went."""
+    import gc
+
+    import torch
+
     from ridgeline.cli import main as ridgeline
+    from ridgeline.engine.capture import CudaCapture
     from ridgeline.train.metrics import read_metrics
     from ridgeline.train.state import Content
     from ridgeline.train.validate import Evaluation
@@ -56,7 +61,12 @@ def once(seed, words):
     begun, home = time.monotonic(), OUT / f"start-{seed}"
     shutil.rmtree(home, ignore_errors=True)
     validations, copies, writes, said = [], [], [], io.StringIO()
+    collections, freed, warm_ups, captures = [], [], [], []
     with (
+        counted(gc, "collect", collections),
+        counted(torch.cuda, "empty_cache", freed),
+        counted(CudaCapture, "warm_up", warm_ups),
+        counted(CudaCapture, "__call__", captures),
         counted(Evaluation, "__call__", validations),
         counted(Content, "apart", copies),
         counted(Content, "write", writes),
@@ -76,6 +86,13 @@ def once(seed, words):
         "call_s": round(call_s, 2),
         "training_s": points[-1][1],
         "first_step_s": float(first[1]) if first else None,
+        # of the first step: what an earlier run left goes with collections and with memory given back to the card
+        "parts_of_first_step_s": {
+            "warm-up": round(warm_ups[0], 3) if warm_ups else None,
+            "capture": round(captures[0], 3) if captures else None,
+            "first four collections": [round(s, 3) for s in collections[:4]],
+            "memory given back": [round(s, 3) for s in freed[:4]],
+        },
         "validations_s": round(sum(validations), 3),
         "first_validation_s": round(validations[0], 3),
         "copies_s": round(sum(copies), 3),

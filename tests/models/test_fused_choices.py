@@ -151,7 +151,7 @@ def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
     for raw in ("forward_raw", "input_gradient_raw"):
         real = getattr(products, raw)
         monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
-    rest = "cuda" if out == "cuda" else "torch"
+    rest = out if not folded else "torch"
     choices = Choices(
         attention="reference", mlp="cuda", qkv="cuda", out=out, folded=folded, rest=rest, sums_at_once=True
     )

@@ -34,7 +34,7 @@ REDUCE = """#include "ridgeline/hopper.cuh"
 #define __shared__ static
 #include "reduce.cu"
 extern "C" const char* run(const Jobs* jobs, int count, int grid, int random) {
-  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, nullptr); });
+  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, 0, nullptr); });
 }
 """
 TILES = [Tile(), Tile(2, 64, 1), Tile(1, 32, 3)]
@@ -69,6 +69,8 @@ def expected_product(
         (1, 129, 140, 72, False, doubles.GELU, True),
         (2, 60, 36, 100, True, doubles.RESIDUAL, False),
         (2, 128, 32, 4, False, doubles.GELU, False),
+        (0, 260, 132, 120, True, doubles.FACTOR, False),
+        (1, 200, 132, 36, False, doubles.RESIDUAL, False),
     ],
 )
 def test_whole_products_match_float64(
@@ -77,12 +79,13 @@ def test_whole_products_match_float64(
     torch.manual_seed(K)
     a, b_NK = torch.randn(M, K + 4)[:, :K], torch.randn(N, K)
     b = b_NK.t().contiguous() if transposed else b_NK
-    bias = torch.randn(N) if epilogue in (doubles.PLAIN, doubles.GELU) else None
+    bias = None if epilogue == doubles.FACTOR else torch.randn(N)
     whole = torch.full((M, N + 4), float("nan"))
     out = whole[:, :N]
     other = torch.randn(M, N + 4)[:, :N]
     wanted, slope = expected_product(a, b_NK, bias, epilogue, tanh, other)
     macros = {"A_ROWS": 1, "B_ROWS": int(not transposed), "EPILOGUE": epilogue, "TANH": int(tanh)}
+    macros["BIAS"] = int(bias is not None)
     run = emulation.compile(PRODUCT, TILES[tile].macros() | macros, doubles.PRODUCT.parent)
     sizes = (ctypes.c_int * 6)(M, N, K, a.stride(0), b.stride(0), out.stride(0))
     grid = -(-M // 128) * -(-N // TILES[tile].columns)
@@ -115,7 +118,7 @@ def test_whole_gradients_match_float64(emulation: Any, late: bool) -> None:
     packed = ctypes.create_string_buffer(doubles.pack(gradients))
     fault = run(packed, *map(pointer, (starts, shares, tiles, sums)), N, len(plan.work), 5, int(late))
     assert fault is None, fault
-    job_bytes, grid = reduce.pack(jobs := wgrad.jobs_of(gradients, plan, tiles, sums))
+    job_bytes, grid, _ = reduce.pack(jobs := wgrad.jobs_of(gradients, plan, tiles, sums))
     finish = emulation.compile(REDUCE, {"MAX_JOBS": reduce.MAX_JOBS}, doubles.PRODUCT.parent)
     assert finish(ctypes.create_string_buffer(job_bytes), len(jobs), grid, 1) is None
     for gradient, (weight, bias) in zip(gradients, before, strict=True):
@@ -140,7 +143,8 @@ def test_matrices_that_lie_otherwise_are_refused() -> None:
 @pytest.mark.usefixtures("needs_nvrtc")
 @pytest.mark.parametrize("tile", TILES[:2])
 def test_compiles_without_spills(tile: Tile) -> None:
-    layouts = [{"A_ROWS": 1, "B_ROWS": b, "EPILOGUE": e, "TANH": 1} for b, e in ((1, 2), (0, 3))]
+    kinds = ((1, doubles.GELU, 1), (0, doubles.FACTOR, 0), (1, doubles.RESIDUAL, 1))
+    layouts = [{"A_ROWS": 1, "B_ROWS": b, "EPILOGUE": e, "TANH": 1, "BIAS": bias} for b, e, bias in kinds]
     cubins = [cuda.build(doubles.PRODUCT, tile.macros() | layout) for layout in layouts]
     cubins.append(cuda.build(doubles.GRADIENTS, tile.macros() | {"MAX_PROBLEMS": wgrad.MAX_PROBLEMS}))
     for cubin in cubins:
@@ -163,7 +167,7 @@ def test_products_on_the_card(tile: Tile, M: int, N: int, K: int, epilogue: int)
     torch.manual_seed(K)
     a, b_NK, bias = (torch.randn(*shape, device="cuda") for shape in ((M, K), (N, K), (N,)))
     other, out = torch.randn(M, N, device="cuda"), torch.full((M, N), float("nan"), device="cuda")
-    bias_N = bias if epilogue in (doubles.PLAIN, doubles.GELU) else None
+    bias_N = None if epilogue == doubles.FACTOR else bias
     wanted, slope = expected_product(a, b_NK, bias_N, epilogue, True, other)
     name = {doubles.GELU: "slope_MN", doubles.FACTOR: "factor_MN", doubles.RESIDUAL: "residual_MN"}.get(epilogue)
     options: dict[str, Any] = {} if name is None else {name: other}

@@ -24,7 +24,7 @@ REDUCE = """#include "ridgeline/hopper.cuh"
 #define __shared__ static
 #include "reduce.cu"
 extern "C" const char* run(const Jobs* jobs, int count, float* squares, int grid, int random) {
-  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, squares); });
+  return emulation::launch(grid, 256, random, false, [=] { reduce(*jobs, count, 1, squares); });
 }
 """
 
@@ -35,7 +35,7 @@ def pointer(x: Tensor) -> ctypes.c_void_p:
 
 def run_jobs(emulation: Any, jobs: list[Job]) -> Tensor:
     """The sums of squares that the blocks leave; with none asked for, the results are the same."""
-    packed, grid = reduce.pack(jobs)
+    packed, grid, _ = reduce.pack(jobs)
     squares, before = torch.full((grid,), float("nan")), [job.dst_RC.clone() for job in jobs]
     run = emulation.compile(REDUCE, {"MAX_JOBS": reduce.MAX_JOBS}, wgrad.SOURCE.parent)
     assert run(ctypes.create_string_buffer(packed), len(jobs), pointer(squares), grid, 1) is None
@@ -162,6 +162,12 @@ def _places(shapes: list[tuple[int, int, bool]]) -> list[tuple[int, int, int]]:
         for row in range(0, -(-M // 256) * 256, 128)
         for column in range(0, K, 256)
     ]
+
+
+def test_blocks_of_the_first_jobs_are_told_apart() -> None:
+    sums = [Job(torch.randn(30, 1, 70), torch.empty(1, 70)), Job(torch.randn(5, 64, 64), torch.empty(64, 64))]
+    assert [reduce.pack(sums, ready)[1:] for ready in (-1, 0, 1, 2, 3)] == [(7, 0), (7, 0), (7, 3), (7, 7), (7, 7)]
+    assert reduce.blocks_of(sums) == 7
 
 
 def test_bad_jobs_are_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 from report import samples
 from ridgeline.bench.goals import find_records
 from ridgeline.errors import ConfigError
+from ridgeline.records import RecordError
 from ridgeline.report import docs
 
 ROOT = Path(__file__).parents[2]
@@ -165,6 +166,12 @@ def test_windows_and_contexts():
 def test_documents_without_blocks_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         docs.written(text, [])
+
+
+def test_a_race_that_does_not_say_what_it_was():
+    race = replace(samples.race(), curves=[])
+    with pytest.raises(RecordError, match=r"the race record of .* does not say what was asked for"):
+        docs.written("<!-- from records: race -->\n<!-- end -->", [race])
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):

@@ -359,3 +359,17 @@ def test_a_whisker_of_a_busy_host_leaves_room_for_names(narrow):
     (axes,) = figure.axes
     assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
     assert max(text.get_window_extent().x1 for text in axes.texts) <= figure.bbox.x1
+
+
+def test_records_without_what_a_figure_is_about_have_no_such_figure():
+    def without_best(record):
+        return replace(record, contenders=[c for c in record.contenders if c.name not in ("best", "compile+graph")])
+
+    pair = [without_best(samples.ladder()), without_best(samples.smaller())]
+    assert beside_section(pair) is None
+    assert beside_section([pair[0], samples.smaller()]) is None
+    assert beside_section([samples.ladder(), samples.smaller()]) is not None
+    noisy = [replace(c, spread=9.0) for c in samples.ladder().contenders]
+    assert "m1 and m0 differ by less" in build_page(
+        [*pair, replace(samples.ladder(), contenders=noisy)]
+    )  # no gain told

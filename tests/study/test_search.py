@@ -133,7 +133,11 @@ def test_search_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert said["best"]["tokens_per_s"] > 0
     assert said["best"]["predicted_tokens_per_s"] > 0
     assert len(said["best"]["path"]) == module.POINTS
-    assert read_record(said["record"]).kind == "search"
+    record = read_record(said["record"])
+    rows = {curve["figure"]: curve["rows"] for curve in record.curves if "rows" in curve}
+    assert record.kind == "search"
+    assert all(row["choice"].startswith("layers 1, width 16") for row in (*rows["trials"], *rows["front"]))
+    assert rows["front"][-1]["loss"] == min(loss for row in rows["trials"] for _, loss in row["path"])
     settings = read_toml(said["chosen"])
     assert settings["optimizer"]["lr"] == pytest.approx(said["best"]["params"]["lr"])
     run = ["train", "--config", said["chosen"], "--minutes", "0.005", "--out", str(tmp_path / "run"), "--json"]

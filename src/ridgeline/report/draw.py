@@ -96,7 +96,7 @@ def _rows(axes: Axes, labels: Sequence[str], palette: Palette) -> None:
 def _draw_bars(axes: Axes, bars: Sequence[Bar], palette: Palette, unit: str, room: float) -> None:
     """Bars with their texts behind them; `room` is the axis' length in that of the longest bar. A whisker ends where
     a tenth more than the longest bar does: the spread itself is in the table."""
-    longest = max(bar.value for bar in bars)
+    longest = max(bar.value for bar in bars) or 1.0
     for row, bar in enumerate(bars):
         axes.barh(row, bar.value, height=0.66, color=palette[bar.role])
         end = min(bar.value + bar.spread, 1.1 * longest)
@@ -160,7 +160,7 @@ def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str
         if step.ours is not None:
             axes.plot(step.ours, row, "o", markersize=6.5, color=palette["rung"], label="here" if row == first else "_")
     _rows(axes, [step.label for step in steps], palette)
-    axes.set_xlim(left=min(1.0, *(s.ours for s in steps if s.ours is not None)) - 0.12 if steps else 0)
+    axes.set_xlim(left=min([1.0, *(s.ours for s in steps if s.ours is not None)]) - 0.12)
     axes.axvline(1, color=palette["muted"], linewidth=0.8)
     axes.set_xlabel("times as fast as the rung before")
     axes.set_title("what each step bought", color=palette["ink"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ridgeline.records import Record
+from ridgeline.records import Record, RecordError
 from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import Cell, Table, number, quantity, words
@@ -150,5 +150,12 @@ def curves_of(record: Record, figure: str) -> list[dict[str, Any]]:
 
 
 def setting_of(record: Record) -> dict[str, Any]:
-    """What a study was asked for."""
-    return curves_of(record, "setting")[0]
+    """What a study was asked for.
+
+    Raises:
+        RecordError: the record does not say it.
+    """
+    found = curves_of(record, "setting")
+    if not found:
+        raise RecordError(f"the {record.kind} record of {record.date} does not say what was asked for; measure again")
+    return found[0]

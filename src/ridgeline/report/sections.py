@@ -298,7 +298,8 @@ def bench_sections(record: Record, index: int) -> Iterator[Section]:
 
 
 def beside_section(records: Sequence[Record]) -> Section | None:
-    """hal-5m beside hal-20m in windows/s, as the first article's x2 beside r16; None unless one kind of card has both.
+    """hal-5m beside hal-20m in windows/s, as the first article's x2 beside r16; None unless one kind of card timed
+    `best` on both.
 
     Each in the record on a single card that decides it, without one in its newest. No ratio: they did not take turns in
     one run.
@@ -306,17 +307,18 @@ def beside_section(records: Sequence[Record]) -> Section | None:
     newest: dict[str, Record] = {}
     decided = {id(record) for record in deciding(records)}
     for record in sorted(records, key=lambda record: (id(record) in decided, record.date)):
-        info = record.workload
-        if record.kind == "bench" and record.gpus <= 1 and info is not None and info.name in ("hal-20m", "hal-5m"):
+        info, known = record.workload, SUBJECT in rungs_of(record)
+        if record.kind == "bench" and record.gpus <= 1 and known and info and info.name in ("hal-20m", "hal-5m"):
             newest[info.name] = record
     if len(newest) < 2 or len({record.card for record in newest.values()}) > 1:
         return None
     rows, found = [], []
     for name, record in newest.items():
         pair = over_pytorch(record)
-        names = (SUBJECT,) if pair is None else (SUBJECT, pair.over)
-        both = [record.result(each, None if pair is None else pair.group) for each in names]
-        for result in [r for r in both if r is not None and r.step_ms]:
+        both = [r for r in timed(record) if r.name == SUBJECT]
+        if pair is not None:
+            both = [r for r in (record.result(name, pair.group) for name in (SUBJECT, pair.over)) if r is not None]
+        for result in both:
             speed = result.windows_per_s or 0.0
             label = f"{name}, {result.name}"
             found.append(Bar(label=label, value=speed / 1e3, role=role_of(result.name), text=amount(speed)))

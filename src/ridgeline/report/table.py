@@ -58,7 +58,7 @@ def anything(value: str | float | None) -> Cell:
     """A cell for a value of which nothing more is known."""
     if isinstance(value, str):
         return words(value)
-    return quantity(value) if value is not None and abs(value) >= 1e5 else number(value, ".4g")
+    return quantity(value) if value is not None and abs(value) >= 1e4 else number(value, ".4g")
 
 
 @dataclass(frozen=True, kw_only=True)

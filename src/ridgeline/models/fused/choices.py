@@ -39,8 +39,8 @@ class Choices:
             gradient of the joint projection).
         joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
             "qkv".
-        rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS) or
-            "cuda" (in fp32, by the tensor cores in fp64).
+        rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS),
+            "cuda" (in fp32, by the tensor cores in fp64), "residual" (and the residual written by down).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
         sums_at_once: all column sums by one launch behind the backward pass, as with a group, or each by its own.
         early: kernels start while the one before still runs (ops/early.py).
@@ -104,16 +104,18 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow and B * T <= WAVE_TOKENS, narrow and B * T > MANY_TOKENS
     doubles = hopper and dtype == torch.float32
-    out = _projection(hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K, few or doubles)
+    streams = "cuda" if config.dropout else "residual"  # in fp32: dropout would be a pass of its own
+    in_registers = hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K
+    out = streams if doubles else _projection(in_registers, few)
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
-        folded=out == "residual" and config.width % SHARE == 0 and not narrow,
+        folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
         joined=JOINED if many and config.width == JOINED_WIDTH and not config.dropout else frozenset(),
-        rest="cuda" if doubles else "torch",
+        rest=streams if doubles else "torch",
         grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,
         early=not many,

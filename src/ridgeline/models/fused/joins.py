@@ -163,8 +163,13 @@ def project_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Ten
         fused, out = rows_join(run, residual_NC, join)
         rows.project_forward_raw(x_NK, weight_CK, fused)
         return out
-    if run.choices.out != "residual":
-        return join_forward(run, linear(x_NK, weight_CK, impl=run.choices.out), residual_NC, join)
+    return product_join(run, x_NK, weight_CK, residual_NC, join, impl=run.choices.out)
+
+
+def product_join(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join, *, impl: str) -> Joined:
+    """The join of x Wᵀ behind that product or, with "residual", in part by it: the norm stands alone."""
+    if impl != "residual":
+        return join_forward(run, linear(x_NK, weight_CK, impl=impl), residual_NC, join)
     r_NC = torch.empty_like(residual_NC)
     joined, folded = folded_norm(run, r_NC, join.norm) if join.folded else (None, None)
     products.forward_raw(

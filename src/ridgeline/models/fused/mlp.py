@@ -15,10 +15,9 @@ from ridgeline.models.fused.joins import (
     Slopes,
     input_gradient,
     join_backward,
-    join_forward,
-    linear,
     many_backward,
     many_forward,
+    product_join,
     rows_join,
     rows_slopes,
     rows_sums,
@@ -69,7 +68,7 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
     hidden = Hidden(kept_NF, a_NF)
     if "down" in run.choices.joined:
         return hidden, many_forward(run, a_NF, weights.down_CF, middle.r_NC, join)
-    return hidden, join_forward(run, linear(a_NF, weights.down_CF, impl=run.choices.rest), middle.r_NC, join)
+    return hidden, product_join(run, a_NF, weights.down_CF, middle.r_NC, join, impl=run.choices.rest)
 
 
 def mlp_backward(

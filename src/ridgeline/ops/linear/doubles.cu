@@ -3,7 +3,7 @@
 
 using namespace rl;
 
-enum { PLAIN, BIAS, GELU, FACTOR, RESIDUAL };
+enum { PLAIN, GELU, FACTOR, RESIDUAL };
 
 RL_D float reciprocal(float x) {
 #ifdef RL_EMULATED
@@ -34,46 +34,54 @@ struct alignas(8) Pair {
   float first, second;
 };
 
-// `other`: written with GELU's derivative if given, or read as factor or residual; laid out as `out`.
+// `bias` with BIAS. `other`: written with GELU's derivative if given, or read as factor or residual; laid out as `out`.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     product_of_floats(const float* a, const float* b, float* out, const float* bias, float* other, int M, int N, int K,
                       int a_pitch, int b_pitch, int out_pitch) {
   using Work = Tile<A_ROWS, B_ROWS>;
+  constexpr bool BESIDE = EPILOGUE == FACTOR || EPILOGUE == RESIDUAL;
   const int across = ceil_div(N, COLUMNS_N);
   const int row = static_cast<int>(blockIdx.x) / across * ROWS_M, column = static_cast<int>(blockIdx.x) % across * COLUMNS_N;
   const Place place;
   Sums sums;
-  double totals[FRAGMENTS_M][2];
+  Totals totals;
   wait_for_previous();
   let_next_start();
-  Work::run<false>(sums, totals, {a, a_pitch, M}, {b, b_pitch, N}, row, column, 0, K, place);
+  float shift[FRAGMENTS_N][2] = {};  // asked for now, and kept: behind the sums each is a wait, one after the other
+  if (BIAS)
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_N; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (const int c = column + place.column + 8 * j + 2 * place.member + e; c < N) shift[j][e] = bias[c];
+  Work::run<false, BESIDE>(sums, totals, {a, a_pitch, M}, {b, b_pitch, N}, row, column, 0, K, place,
+                           {other + static_cast<i64>(row) * out_pitch + column, out_pitch, M - row, N - column});
+  const auto sum = [&](int i, int h, int j, int e) {
+    const double whole = sums.of[i][j][2 * h + e];
+    return static_cast<float>(BIAS ? whole + shift[j][e] : whole);
+  };
 #pragma unroll
   for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int r = row + place.row + 16 * i + 8 * h + place.group;
+      const int line = place.row + 16 * i + 8 * h + place.group, r = row + line;
       if (r >= M) continue;
+      const float* beside = Work::row_beside(line, K) + place.column + 2 * place.member;
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
         const int c = column + place.column + 8 * j + 2 * place.member;
-        if (c >= N) continue;
         const i64 at = static_cast<i64>(r) * out_pitch + c;
-        float value[2], slope[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const double sum = sums.of[i][j][2 * h + e];
-          value[e] = static_cast<float>(bias ? sum + bias[c + e] : sum);
-        }
+        Pair value = {sum(i, h, j, 0), sum(i, h, j, 1)};
         if (EPILOGUE == GELU) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) value[e] = gelu(value[e], slope[e]);
-          if (other) *reinterpret_cast<Pair*>(other + at) = {slope[0], slope[1]};
-        } else if (EPILOGUE != PLAIN) {
-          const Pair with = *reinterpret_cast<const Pair*>(other + at);
-          if (EPILOGUE == FACTOR) value[0] *= with.first, value[1] *= with.second;
-          else value[0] += with.first, value[1] += with.second;
+          Pair slope;
+          value = {gelu(value.first, slope.first), gelu(value.second, slope.second)};
+          if (other && c < N) *reinterpret_cast<Pair*>(other + at) = slope;
+        } else if (BESIDE) {
+          const Pair with = *reinterpret_cast<const Pair*>(beside + 8 * j);
+          value = EPILOGUE == FACTOR ? Pair{value.first * with.first, value.second * with.second}
+                                     : Pair{value.first + with.first, value.second + with.second};
         }
-        *reinterpret_cast<Pair*>(out + at) = {value[0], value[1]};
+        if (c < N) *reinterpret_cast<Pair*>(out + at) = value;
       }
     }
 }

@@ -25,7 +25,7 @@ PRODUCT = Path(__file__).parent / "doubles.cu"
 GRADIENTS = Path(__file__).parent / "doubles_gradients.cu"
 SLAB = 16  # columns of K at a time, as in the kernels
 STAGES = 4
-PLAIN, BIAS, GELU, FACTOR, RESIDUAL = range(5)  # epilogues, as in the kernel
+PLAIN, GELU, FACTOR, RESIDUAL = range(4)  # epilogues, as in the kernel
 ADD_WEIGHT, ADD_BIAS = 1, 2
 _PROBLEM = struct.Struct("<QQQQiiiiii")
 
@@ -110,11 +110,13 @@ def product(
         ((x, kind) for x, kind in ((slope_MN, GELU), (factor_MN, FACTOR), (residual_MN, RESIDUAL)) if x is not None),
         (None, PLAIN if gelu is None else GELU),
     )
-    if other is not None and (other.stride() != out_MN.stride() or other.dtype != torch.float32):
-        raise ValueError(f"the other matrix must be float32 and lie as out, got strides {other.stride()}")
+    _check(other=other)
+    if other is not None and other.stride() != out_MN.stride():
+        raise ValueError(f"the other matrix must lie as out, got strides {other.stride()}")
     tile = tile or TILE
     (M, K), N = a_MK.shape, out_MN.shape[1]
     macros = {"A_ROWS": 1, "B_ROWS": int(not transposed_b), "EPILOGUE": epilogue, "TANH": int(gelu == "tanh")}
+    macros["BIAS"] = int(bias_N is not None)
     kernel = cuda.load(PRODUCT, tile.macros() | macros).kernel("product_of_floats", "PPPPPiiiiii", patient=True)
     grid = -(-M // TILE_M) * -(-N // tile.columns)
     kernel.launch(
@@ -141,7 +143,7 @@ def weight_gradients(gradients: Sequence[Gradient], *, also: Sequence[Job] = (),
 
     Args:
         gradients: the layers.
-        also: further sums for the second launch, such as norms' partials.
+        also: further sums for the second launch, of what was there before, such as norms' partials.
 
     Raises:
         ValueError: more layers than that, layers of different row counts, or a matrix that lies otherwise.
@@ -162,4 +164,4 @@ def weight_gradients(gradients: Sequence[Gradient], *, also: Sequence[Job] = (),
     kernel.launch(
         (len(plan.work),), tile.threads, tile.smem(False, False), (pack(gradients), starts, shares, tiles, sums, N)
     )
-    reduce_raw([*jobs_of(gradients, plan, tiles, sums), *also])
+    reduce_raw([*also, *jobs_of(gradients, plan, tiles, sums)], ready=len(also))

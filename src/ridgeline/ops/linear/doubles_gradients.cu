@@ -50,13 +50,13 @@ RL_D void deliver(const Sums& sums, const Problem& problem, const Share& share, 
 }
 
 // Column sums of dY: the four lanes of a row have four of its columns each.
-RL_D void deliver_bias(const double (&totals)[FRAGMENTS_M][2], const Problem& problem, const Share& share, float* sums,
+RL_D void deliver_bias(const Totals& totals, const Problem& problem, const Share& share, float* sums,
                        const Place& place) {
 #pragma unroll
   for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      double total = totals[i][h];
+      double total = totals.whole(i, h);
       total += __shfl_xor_sync(FULL, total, 1);
       total += __shfl_xor_sync(FULL, total, 2);
       const int row = place.row + 16 * i + 8 * h + place.group;
@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Operand dy{problem.dy, problem.dy_pitch, problem.M}, x{problem.x, problem.x_pitch, problem.K};
     const int begin = share.first * CHUNK, end = begin + share.count * CHUNK < N ? begin + share.count * CHUNK : N;
     Sums product;
-    double totals[FRAGMENTS_M][2] = {};
+    Totals totals;
     if (share.bias) {
       Work::run<true>(product, totals, dy, x, share.row, share.column, begin, end, place);
       deliver_bias(totals, problem, share, sums, place);

@@ -36,14 +36,15 @@ class Job(NamedTuple):
 
 def _blocks(S: int, R: int, C: int) -> int:
     if S < MANY:
-        return max(1, min(R * ((C + 3) // 4) // THREADS, 128))
+        quads = 1 if S > 3 else 2  # that a thread has under way, as in the kernel
+        return max(1, min(R * ((C + 3) // 4) // (quads * THREADS), 128))
     return R * ((C + 31) // 32)
 
 
-def pack(jobs: Sequence[Job]) -> tuple[bytes, int]:
-    """The kernel's first parameter, and the number of blocks."""
-    packed, grid = b"", 0
-    for shares_SRC, dst_RC, accumulate in jobs:
+def pack(jobs: Sequence[Job], ready: int = 0) -> tuple[bytes, int, int]:
+    """The kernel's first parameter, the number of blocks, and how many of these are of the first `ready` jobs."""
+    packed, grid, early = b"", 0, 0
+    for number, (shares_SRC, dst_RC, accumulate) in enumerate(jobs):
         S, R, C = shares_SRC.shape
         if shares_SRC.dtype != torch.float32 or shares_SRC.stride(2) != 1 or dst_RC.stride(-1) != 1:
             raise ValueError(f"shares must be float32 with contiguous columns, got {shares_SRC.dtype}")
@@ -55,20 +56,21 @@ def pack(jobs: Sequence[Job]) -> tuple[bytes, int]:
             dst_RC.stride(0), int(accumulate), int(dst_RC.dtype != torch.float32), grid,
         )  # fmt: skip
         grid += blocks
-    return packed.ljust(MAX_JOBS * _JOB.size, b"\0"), grid
+        early += blocks * (number < ready)
+    return packed.ljust(MAX_JOBS * _JOB.size, b"\0"), grid, early
 
 
-def launches(jobs: Sequence[Job]) -> list[tuple[bytes, int, int]]:
-    """The kernel's first parameter, jobs and blocks of each launch."""
-    parts = [jobs[first : first + MAX_JOBS] for first in range(0, len(jobs), MAX_JOBS)]
-    return [(packed, len(part), grid) for part in parts for packed, grid in [pack(part)]]
+def blocks_of(jobs: Sequence[Job]) -> int:
+    """Of all launches."""
+    return sum(_blocks(*shares_SRC.shape) for shares_SRC, _, _ in jobs)
 
 
-def reduce_raw(jobs: Sequence[Job], *, squares: Tensor | None = None) -> None:
+def reduce_raw(jobs: Sequence[Job], *, ready: int = 0, squares: Tensor | None = None) -> None:
     """Run the jobs, up to 128 a launch; bitwise the same on every run.
 
     Args:
         jobs: the sums.
+        ready: so many of the first jobs sum what was there before the last kernel on the stream began.
         squares: fp32, a number for every block of all launches; they add up to the squares of all sums, without what
             these are added to, before they are rounded.
 
@@ -77,8 +79,11 @@ def reduce_raw(jobs: Sequence[Job], *, squares: Tensor | None = None) -> None:
     """
     fp16 = any(job.dst_RC.dtype == torch.float16 for job in jobs)
     module = cuda.load(SOURCE, {"MAX_JOBS": MAX_JOBS, "RL_FP16": int(fp16)})
-    kernel = module.kernel("reduce", f"B{MAX_JOBS * _JOB.size}iP", patient=True)
+    kernel = module.kernel("reduce", f"B{MAX_JOBS * _JOB.size}iiP", patient=True)
     done = 0
-    for packed, count, grid in launches(jobs):
-        kernel.launch((grid,), THREADS, 0, (packed, count, None if squares is None else squares[done:]))
+    for first in range(0, len(jobs), MAX_JOBS):
+        part = jobs[first : first + MAX_JOBS]
+        packed, grid, early = pack(part, ready - first)
+        left = None if squares is None else squares[done:]
+        kernel.launch((grid,), THREADS, 0, (packed, len(part), early, left))
         done += grid

@@ -21,7 +21,7 @@ from torch import Tensor
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.linear.gemm import SMEM_LIMIT
-from ridgeline.ops.linear.reduce import Job, Room, launches, reduce_raw
+from ridgeline.ops.linear.reduce import Job, Room, blocks_of, reduce_raw
 
 SOURCE = Path(__file__).parent / "wgrad_sm90.cu"
 MAX_PROBLEMS = 64  # layers of a launch: 18 KB of parameters
@@ -269,7 +269,7 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
 
     Args:
         gradients: the layers.
-        also: further sums for the second launch, such as norms' partials.
+        also: further sums for the second launch, of what was there before, such as norms' partials.
         room: gives memory in which both launches leave numbers that add up to the squares of all gradients, without
             what these are added to, before they are rounded; None where nobody asks for them.
 
@@ -288,8 +288,8 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
     maps = [cuda.tensor_map(t, (CHUNK, 64)) for t in (*(g.dy_NM for g in gradients), *(g.x_NK for g in gradients))]
     kernel = cuda.load(SOURCE, macros(plan, tile_n, dtype)).kernel("weight_gradients", KINDS, patient=True)
     smem = stages(tile_n) * (TILE_M + tile_n) * 2 * CHUNK + 2048
-    jobs = [*jobs_of(gradients, plan, tiles, sums), *also]
+    jobs = [*also, *jobs_of(gradients, plan, tiles, sums)]
     own = CONSUMERS * len(plan.work)
-    squares = room(own + sum(grid for _, _, grid in launches(jobs))) if room is not None else None
+    squares = room(own + blocks_of(jobs)) if room is not None else None
     kernel.launch((len(plan.work),), THREADS, smem, (pack(gradients, maps), starts, shares, tiles, sums, squares))
-    reduce_raw(jobs, squares=None if squares is None else squares[own:])
+    reduce_raw(jobs, ready=len(also), squares=None if squares is None else squares[own:])
