@@ -84,6 +84,9 @@ def test_a_climb_whose_gains_cannot_be_told_stands_beside_one_whose_can():
     assert [row[1] for row in table] == ["`m0`", "`m1`", "`m2`", "`m3`", "`r16`", "`best`"]
     assert table[1][1:5] == ["`m1`", "430", "300%", "≈"]
     assert docs.ladder([busy]).count("≈") == 2  # alone it has to do: to m1, and from it
+    short = replace(clear, date="2026-12-25T00:00:00+00:00", contenders=[c for c in clear.contenders if c.name != "m0"])
+    assert docs.ladder([short, busy, clear]) == docs.ladder([clear])  # of all rungs
+    assert rows(docs.ladder([short]))[0][0] == "`m1`"
     assert rows(docs.climbed([clear])) == rows(docs.climbed([busy])) == []
 
 

@@ -99,10 +99,11 @@ def _climbs(records: Sequence[Record]) -> dict[str, list[Record]]:
 
 
 def _ladder(records: Sequence[Record]) -> Record | None:
-    """The newest climb of the first article's model whose every gain is larger than the spread of its times; without
-    one, the newest."""
+    """The climb of the first article's model that is shown: the one of the most rungs among those whose every gain is
+    larger than the spread of its times, of several the newest; where there is none such, the newest of all."""
     climbs = _climbs(records).get(LADDER, [])
-    return next((r for r in climbs if all(map(_told, _gains(r)))), next(iter(climbs), None))
+    clear = [record for record in climbs if all(map(_told, _gains(record)))]
+    return max(clear, key=lambda record: len(rungs_of(record)), default=next(iter(climbs), None))
 
 
 def _gains(record: Record) -> list[Ratio | None]:
