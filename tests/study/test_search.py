@@ -348,10 +348,29 @@ def test_a_trial_of_endless_validations_is_ended(tmp_path: Path, monkeypatch: py
         attempt._check_time()
 
 
+@pytest.mark.parametrize(
+    ("target", "won", "lots", "rate"),
+    [(0.9, [13, 14], [16, 14], 0.9), (0.9, [12], [16], 0.75), (0.4, [0], [16, 14], 0.0), (None, [3, 6], [16, 14], 0.3)],
+)
+def test_games_that_cannot_change_the_verdict_are_not_played(
+    monkeypatch: pytest.MonkeyPatch, target: float | None, won: list[int], lots: list[int], rate: float
+) -> None:
+    """27 of 30 are asked for: three losses among the first 16 leave that open, four do not."""
+    asked: list[tuple[int, int]] = []
+
+    def played(checkpoint: Path, games: int, *, first_seed: int, processes: int) -> SimpleNamespace:
+        asked.append((first_seed, games))
+        return SimpleNamespace(summary=lambda: {"ko": [*won, 0][len(asked) - 1]})
+
+    monkeypatch.setattr(module, "evaluate", played)
+    assert module._knockouts(Path(), Goal(kind="ko", value=target)) == pytest.approx(rate)
+    assert asked == [(5_000, 16), (5_016, 14)][: len(lots)]
+
+
 def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Knockout rates are maximised: the study is told the negative, and one lucky point does not count."""
     rates = iter([0.95, 0.5, 0.95, 0.95])
-    monkeypatch.setattr(module, "_knockouts", lambda checkpoint: next(rates))
+    monkeypatch.setattr(module, "_knockouts", lambda checkpoint, goal: next(rates))
     base = override(find_config("boxing"), {"device": "cpu", "precision": "fp32", "engine": "eager"})
     goal = Goal(kind="ko", value=0.9)
     plan = Search(base=base, space=default_space(base, games=True), goal=goal, budget_s=10.0, trial_s=5.0)

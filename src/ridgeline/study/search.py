@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ridgeline.errors import ConfigError, RidgelineError, require
+from ridgeline.games.parallel import count_processes
 from ridgeline.play import evaluate
 from ridgeline.study.clocked import Point, Task, checkpoint_name, read_points, train_on_clock
 from ridgeline.study.floors import Machine, this_machine
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 POINTS = 10
 LEAST_STEPS = 100
 GAMES, FIRST_SEED = 30, 5_000  # of a knockout rate: seeds that are neither demonstrations nor evaluations
+FIRST_GAMES = 16  # after which a rate that can no longer reach the target is not played out
 MISSED = 10.0  # a miss of the target counts at most as so many whole trials
 DATABASE = "search.db"
 SEEDS = 2**32
@@ -300,7 +302,7 @@ class _Attempt:
         for older in place.glob("at-*"):  # only the newest is needed to go on
             if older.name != checkpoint_name(point.at):
                 shutil.rmtree(older)
-        quality = point.val_loss if goal.kind == "loss" else _knockouts(place / checkpoint_name(point.at))
+        quality = point.val_loss if goal.kind == "loss" else _knockouts(place / checkpoint_name(point.at), goal)
         if self._reaches(point, quality):
             return True
         self.trial.report(quality if goal.kind == "loss" else -quality, len(self.path))
@@ -348,9 +350,15 @@ class _Attempt:
             note("measured", self._point.tokens / self._point.seconds)
 
 
-def _knockouts(checkpoint: Path) -> float:
-    result = evaluate(checkpoint, GAMES, first_seed=FIRST_SEED)
-    return float(result.summary()["ko"]) / GAMES
+def _knockouts(checkpoint: Path, goal: Goal) -> float:
+    """The share of games won by knockout: of all, or of the first ones where these leave the target out of reach."""
+    knockouts = played = 0
+    for games in (FIRST_GAMES, GAMES - FIRST_GAMES):
+        result = evaluate(checkpoint, games, first_seed=FIRST_SEED + played, processes=count_processes(None))
+        knockouts, played = knockouts + result.summary()["ko"], played + games
+        if goal.value is not None and knockouts + GAMES - played < goal.value * GAMES:
+            break
+    return knockouts / played
 
 
 def _tidy(trials: list[Trial], goal: Goal) -> None:
