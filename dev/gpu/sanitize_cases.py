@@ -6,79 +6,30 @@ Says which kernels it launches, each at its first launch. Without a card the Tri
 references stand in for CUDA C++. Data is made on the host, so that no kernel but those under test is instrumented.
 """
 
-import os
 import sys
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
+import sanitize_steps  # noqa: F401  (its cases)
 import torch
+from sanitize_kit import CASES, DEVICE, TOOL, case, differentiate, draw, dropout_state, impl, masks
 
-from ridgeline.ops._triton import interpreter
-
-interpreter.enable()  # does nothing on a card; before any kernel is imported
-
-from ridgeline.bench.workloads import random_batch, workload
-from ridgeline.data import shards, text
-from ridgeline.data.loader import Batches
-from ridgeline.data.resident import ResidentBatches
-from ridgeline.data.window import WindowSpec
-from ridgeline.engine import TrainStep
-from ridgeline.models import build
-from ridgeline.models.fused import stack
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops import heads as sequential
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.activation import bias_gelu
 from ridgeline.ops.attention import attention
 from ridgeline.ops.cross_entropy import cross_entropy, linear_cross_entropy
-from ridgeline.ops.dropout import DropoutState, dropout
+from ridgeline.ops.dropout import dropout
 from ridgeline.ops.embedding import embedding
 from ridgeline.ops.inputs import InputColumns, input_layer
-from ridgeline.ops.linear import Masks, doubles, gemm, linear, wgrad
+from ridgeline.ops.linear import doubles, gemm, linear, wgrad
 from ridgeline.ops.linear.products import aligned_empty, slope_empty
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.mlp import Mlp, Norm, kernels, many, mlp_half, norm_project, project_join
 from ridgeline.ops.norm import norm, residual_norm
 from ridgeline.ops.policy_heads import HeadWeights, policy_heads
-from ridgeline.optim import OptimizerConfig
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-TOOL = os.environ.get("SANITIZER_TOOL", "memcheck")
-CASES = {}
 FOLDER = Path(__file__).parent
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
-
-def draw(*shape, dtype=None, scale=1.0, shift=0.0):
-    """Made on the host, so that no kernel but those under test has to be instrumented."""
-    return (torch.randn(shape) * scale + shift).to(dtype or torch.bfloat16).to(DEVICE).requires_grad_()
-
-
-def differentiate(outputs, leaves):
-    """A forward pass has run; its backward pass, of random gradients."""
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else [*outputs]
-    leaves = [leaf for leaf in leaves if leaf is not None]
-    grads = torch.autograd.grad(outputs, leaves, [draw(*out.shape, dtype=out.dtype).detach() for out in outputs])
-    for x in (*outputs, *grads):
-        assert torch.isfinite(x.detach().cpu()).all(), "not finite"
-
-
-def masks(T, p=0.2):
-    return Masks(p, dropout_state(), 4, T)
-
-
-def dropout_state():
-    return DropoutState(torch.tensor([2**40 + 17, 5]).to(DEVICE), 3)
-
-
-def impl(name):
-    return name if DEVICE == "cuda" or not name.startswith("cuda") else "reference"
 
 
 @case
@@ -369,75 +320,6 @@ def pointwise():
     differentiate(dropout(x, 0.2, dropout_state(), 3, impl="triton"), [x])
     for P, W in ((37, 100), (300, 70), (20, 5000)):
         column_sums_raw(draw(P, W, dtype=torch.float32).detach(), torch.zeros(W).to(DEVICE))
-
-
-def train(name, impl_name, batch=2, context=40, steps=2, algorithm=None, **decoder):
-    """Steps of a preset with one block, each a call: no graph hides a launch."""
-    case = workload(name, batch=batch, context=context)
-    case = replace(case, model=replace(case.model, decoder=replace(case.model.decoder, layers=1, **decoder)))
-    model = build(case.model, impl=impl_name, seed=1).to(DEVICE)
-    optimizer = OptimizerConfig(algorithm=algorithm or "adamw")
-    step = TrainStep(model, optimizer=optimizer, precision="bf16", capture=False)
-    for seed in range(steps):
-        step(random_batch(case, torch.device(DEVICE), seed))
-    assert all(m.loss == m.loss for m in step.metrics())
-
-
-@case
-def step_gpt2():
-    train("gpt2-c256", "fused")
-
-
-@case
-def step_fast():
-    train("fast-c256", "fused")
-
-
-@case
-def step_fast_long():
-    train("fast-c256", "fused", batch=1, context=300, steps=1)
-
-
-@case
-def step_hal():
-    train("hal-20m", "fused")
-
-
-@case
-def step_hal_folded():
-    """As many rows are taken: the norm before the MLP is in the products beside it."""
-    choose = stack.choose
-    if DEVICE == "cuda":
-        stack.choose = lambda *a: replace(choose(*a), out="residual", folded=True)
-    train("hal-20m", "fused", batch=1, context=256, steps=1)
-
-
-@case
-def step_muon():
-    train("gpt2-c256", "fused", algorithm="muon", dropout=0.1)
-
-
-@case
-def rungs_materialised():
-    train("hal-5m", "m0", steps=1)
-    train("hal-5m", "m1", steps=1)
-
-
-@case
-def rungs_fused():
-    train("hal-5m", "m2", steps=1)
-    train("hal-5m", "r16", steps=1)
-
-
-@case
-def windows():
-    with tempfile.TemporaryDirectory() as folder:
-        letters = np.random.default_rng(0).integers(97, 123, 1000).astype(np.uint8)
-        data = text.open_text(shards.read(text.write(Path(folder) / "x", letters, "bytes", name="x", source="random")))
-        batches = ResidentBatches(Batches(data, WindowSpec(context=37), batch=6), torch.device(DEVICE))
-        for step in range(2):
-            batches.draw(torch.tensor([99, step]).to(DEVICE))
-        assert all((x.cpu() < 123).all() for x in batches.tensors.values())
 
 
 def main(names):

@@ -25,7 +25,11 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 OUT, SOURCES = os.environ.get("OUT", "/tmp"), Path(__file__).resolve().parents[2] / "src/ridgeline"
 os.makedirs(f"{OUT}/sanitize", exist_ok=True)
 DRY, CASE_FILE = bool(os.environ.get("DRY")), Path(__file__).with_name("sanitize_cases.py")
-CASES = tuple(re.findall(r"^@case\ndef (\w+)", CASE_FILE.read_text(), re.M))
+CASES = tuple(
+    name
+    for file in (CASE_FILE, CASE_FILE.with_name("sanitize_steps.py"))
+    for name in re.findall(r"^@case\ndef (\w+)", file.read_text(), re.M)
+)
 WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "14")), float(os.environ.get("LIMIT", "45"))  # of one run
 
 
