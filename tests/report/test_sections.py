@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 
 from report import samples
 from ridgeline.errors import ConfigError
-from ridgeline.report.draw import Bar, Gain, ladder
+from ridgeline.report.draw import Bar, Gain, ladder, ratios
 from ridgeline.report.draw import bars as bar_chart
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
@@ -96,7 +97,7 @@ def test_all_workloads_at_a_glance_with_the_ladder_first():
     assert first.title == "At a glance"
     assert ladder.title.startswith("hal-20m")
     table = table_of(first.sections[0])
-    assert table["hal-20m, batch 512 × 256, bf16"] == ["3.55 M", "1.74 M", "max-autotune", "2.04×"]
+    assert table["hal-20m, batch 512 × 256, bf16"] == ["2.04×", "3.55 M", "1.74 M", "max-autotune"]
     assert list(table)[-1] == "gpt2-c256, batch 4 × 2048, bf16"
     assert [chapter.title for chapter in chapters([samples.smaller()])] == ["hal-5m, batch 512 × 128, bf16"]
 
@@ -373,3 +374,17 @@ def test_records_without_what_a_figure_is_about_have_no_such_figure():
     assert "m1 and m0 differ by less" in build_page(
         [*pair, replace(samples.ladder(), contenders=noisy)]
     )  # no gain told
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_nothing_of_the_overview_is_cut_off(narrow):
+    names = [f"gpt2-c256+kv_heads=1, {batch} × 4096, bf16" for batch in (2, 4, 8)]
+    figure = ratios(names, [1.9, 1.0, 0.8], ["1.90×", "1.00×", "0.80×"], "times as fast as PyTorch's best")(
+        LIGHT, narrow
+    )
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [text.get_window_extent() for text in (*axes.get_yticklabels(), *axes.texts, axes.xaxis.label)]
+    assert min(box.x0 for box in boxes) >= 0
+    assert max(box.x1 for box in boxes) <= figure.bbox.x1 + 1
+    assert all(below.y1 <= above.y0 for above, below in itertools.pairwise(boxes[: len(names)]))

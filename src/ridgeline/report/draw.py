@@ -167,10 +167,11 @@ def _draw_gains(axes: Axes, steps: Sequence[Gain], palette: Palette, theirs: str
 
 
 def ratios(labels: Sequence[str], values: Sequence[float], texts: Sequence[str], unit: str) -> Chart:
-    """Ratios as lines that begin at 1, to the right where faster and to the left where slower."""
+    """Ratios as lines that begin at 1, to the right where faster and to the left where slower; on a phone a label is
+    broken behind its first comma."""
 
     def draw(palette: Palette, narrow: bool) -> Figure:
-        figure = new_figure(ROW_IN * len(labels) + 0.55, narrow=narrow)
+        figure = new_figure((1.4 if narrow else 1) * ROW_IN * len(labels) + 0.55, narrow=narrow)
         axes = figure.subplots()
         for row, (value, text) in enumerate(zip(values, texts, strict=True)):
             colour = palette["ours" if value >= 1 else "pytorch"]
@@ -178,10 +179,10 @@ def ratios(labels: Sequence[str], values: Sequence[float], texts: Sequence[str],
             axes.plot(value, row, "o", markersize=7, color=colour)
             axes.annotate(text, (max(value, 1), row), xytext=(8, 0), textcoords="offset points", va="center",
                           fontsize=8, color=palette["ink"])  # fmt: skip
-        _rows(axes, labels, palette)
+        _rows(axes, [label.replace(", ", ",\n", 1) if narrow else label for label in labels], palette)
         axes.set_xlim(min(0.0, *values), max(1.0, *values) * (1.4 if narrow else 1.15))
         axes.axvline(1, color=palette["muted"], linewidth=0.9)
-        axes.set_xlabel(unit)
+        axes.set_xlabel(unit, loc="right" if narrow else "center")
         return figure
 
     return draw

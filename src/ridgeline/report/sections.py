@@ -349,11 +349,11 @@ def overview_section(records: Sequence[Record]) -> Section | None:
             labels.append(workload_name(record).replace("batch ", ""))
             values.append(found.value)
             texts.append(str(found))
-        rows.append([words(workload_name(record)), quantity(mine.tokens_per_s), quantity(theirs.tokens_per_s),
-                     words(found.over), Cell(text=str(found))])  # fmt: skip
+        rows.append([words(workload_name(record)), Cell(text=str(found)), quantity(mine.tokens_per_s),
+                     quantity(theirs.tokens_per_s), words(found.over)])  # fmt: skip
     if len(rows) < 2 or not values:
         return None
-    headers = ("workload", "best, tokens/s", "best PyTorch, tokens/s", "which", "ratio")
+    headers = ("workload", "ratio", "best, tokens/s", "best PyTorch, tokens/s", "which")
     return Section(
         key="overview",
         title="Best against PyTorch's best",
