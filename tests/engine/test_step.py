@@ -214,6 +214,16 @@ def test_the_users_product_precision_is_left_alone():
         (lambda: strange_step(accumulate=0), "accumulate"),
         (lambda: strange_step(compile="fastest"), r"torch\.compile: Unrecognized mode=fastest"),
         (lambda: TrainStep(nn.Linear(2, 2)), r"no method loss\(batch, dropout\)"),
+        (lambda: TrainStep(nn.Linear), r"must be an nn\.Module, got <class"),
+        (
+            lambda: TrainStep(nn.Linear(2, 2), "cross-entropy"),
+            "must be a function of the model and a batch, got 'cross",
+        ),
+        (
+            lambda: TrainStep(nn.Linear(2, 2), torch.sum, torch.optim.SGD([torch.ones(1)])),
+            "must be an OptimizerConfig, got SGD",
+        ),
+        (lambda: TrainStep(nn.Linear(2, 2, device="meta"), torch.sum), "weight is on meta and has no values"),
     ],
 )
 def test_settings_that_cannot_be(make, message):
@@ -253,6 +263,37 @@ def test_a_loss_that_nothing_can_be_learned_from(capture):
         with pytest.raises(ConfigError, match="the loss has no gradient: it was detached"):
             step(language_batch())
         assert step.taken == 0
+
+
+def test_a_complex_loss_and_sparse_gradients_are_refused():
+    step = TrainStep(nn.Linear(3, 1), lambda model, x: model(x).mean() + 0j, precision="fp32")
+    with pytest.raises(ConfigError, match=r"scalar tensor.*complex64 of shape \(\)"):
+        step(torch.ones(4, 3))
+    step = TrainStep(nn.Embedding(5, 3, sparse=True), lambda model, ids: model(ids).mean(), precision="fp32")
+    with pytest.raises(UnsupportedError, match=r"must be dense, got torch\.sparse_coo"):
+        step(torch.ones(4, 2).long())
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"lanes": 2}])
+def test_a_batch_that_fails_leaves_no_trace(settings):
+    def loss(model, batch):
+        if batch["tokens"].max() == 0:
+            raise ValueError("no tokens")
+        return stranger_loss(model, batch)
+
+    steps = [TrainStep(stranger(), loss, precision="bf16", capture=False, **settings) for _ in range(2)]
+    spoilt = {name: tensor.clone() for name, tensor in language_batch().items()}
+    spoilt["tokens"][2:] = 0  # the second of two pieces fails, when the first one's gradients are there
+    if not settings:
+        spoilt["tokens"][:] = 0
+    for number in range(3):
+        for step in steps:
+            step(language_batch(number))
+        with pytest.raises(ValueError, match="no tokens"):
+            steps[1](spoilt)
+    assert torch.equal(steps[0].flat.masters, steps[1].flat.masters)
+    assert [m.loss for m in steps[0].metrics()] == [m.loss for m in steps[1].metrics()]
+    assert steps[1].taken == 3
 
 
 def batch_names(batch):

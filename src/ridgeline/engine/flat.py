@@ -42,6 +42,8 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
     if not trainable:
         raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
     device = trainable[0][1].device
+    if device.type == "meta":
+        raise ConfigError(f"parameter {trainable[0][0]} is on meta and has no values; build the model on a real device")
     for name, parameter in named:
         if parameter.device != device:
             raise ConfigError(

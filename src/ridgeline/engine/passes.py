@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeline.engine.feed import Feed
 from ridgeline.engine.flat import FlatParameters
@@ -24,8 +24,25 @@ from ridgeline.engine.reduction import Reduction
 from ridgeline.errors import ConfigError
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.known import one
+from ridgeline.optim import OptimizerConfig
 
 LossCall = Callable[[Any, DropoutState], Tensor]
+
+
+def demand(model: object, loss: object, optimizer: object) -> None:
+    """What a step is made of is of the right kind.
+
+    Raises:
+        ConfigError: with what was expected and what came.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be an nn.Module, got {model!r}")
+    if loss is None and not callable(getattr(model, "loss", None)):
+        raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
+    if loss is not None and not callable(loss):
+        raise ConfigError(f"loss must be a function of the model and a batch, got {loss!r}")
+    if not isinstance(optimizer, OptimizerConfig | None):
+        raise ConfigError(f"optimizer must be an OptimizerConfig, got {type(optimizer).__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +152,8 @@ class Passes:
         with self.flat.swapped(lane), self.precision.products(), torch.enable_grad():
             with self.precision.forward(self.flat.device):
                 loss = self.loss(piece, dropout)
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+                got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
                 raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
             if not loss.requires_grad:
                 raise ConfigError(

@@ -22,7 +22,7 @@ from ridgeline.engine.diagnose import first_bad
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.feed import DrawnFeed, Feed, Signature, Source, signature, tensors_of
 from ridgeline.engine.flat import FlatParameters
-from ridgeline.engine.passes import Cut, Passes
+from ridgeline.engine.passes import Cut, Passes, demand
 from ridgeline.engine.phases import END, Marks, measure, no_mark
 from ridgeline.engine.precision import find_precision
 from ridgeline.engine.reduction import Reduction
@@ -116,8 +116,7 @@ class TrainStep:
     ) -> None:
         if min(accumulate, lanes, bad_steps) < 1:
             raise ConfigError(f"accumulate, lanes and bad_steps must be at least 1, got {accumulate, lanes, bad_steps}")
-        if loss is None and not callable(getattr(model, "loss", None)):
-            raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
+        demand(model, loss, optimizer)
         optimizer = optimizer or OptimizerConfig()
         self.model, self.bad_steps, self._prefetch = model, bad_steps, prefetch
         self.precision = find_precision(precision)

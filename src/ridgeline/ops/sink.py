@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ridgeline.errors import UnsupportedError
+
 ATTRIBUTE = "gradient_sink"
 ROOM = 1 << 14  # numbers of a pass: a warp's or a block's each, 4,000 at width 256
 
@@ -79,6 +81,8 @@ class GradientSink:
 
     def put(self, gradient: Tensor) -> None:
         """Writes or adds a gradient that exists as a tensor, of any dtype."""
+        if gradient.layout != torch.strided:
+            raise UnsupportedError(f"gradients must be dense, got {gradient.layout}; build the layer with sparse=False")
         target, add = self.take()
         target.add_(gradient) if add else target.copy_(gradient)
         self.finished()
