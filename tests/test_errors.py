@@ -20,6 +20,7 @@ def test_a_mistyped_name_is_told_its_neighbours_or_all_that_are_known():
     assert nearest("hal-2m", known, "preset") == "unknown preset 'hal-2m'; did you mean hal-20m or hal-5m or fast-c256?"
     assert nearest("gtp2", known, "preset") == "unknown preset 'gtp2'; did you mean gpt2-c256 or gpt2-124m?"
     assert nearest("xyz", ("b", "a"), "verb") == "unknown verb 'xyz'; known: a, b"
+    assert nearest(None, ("b", "a"), "verb") == "unknown verb None; known: a, b"
     assert nearest("aaaa", ["aaab", "aaac", "aaad", "aaae"], "x").count(" or ") == 2
 
 

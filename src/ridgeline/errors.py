@@ -56,10 +56,10 @@ class WorkerError(RidgelineError, RuntimeError):
     """A worker process that died, hung or refused its work."""
 
 
-def nearest(name: str, known: Iterable[str], kind: str) -> str:
-    """The sentence for a mistyped name: `unknown KIND 'name'; did you mean …?`."""
+def nearest(name: object, known: Iterable[str], kind: str) -> str:
+    """The sentence for a mistyped name: `unknown KIND 'name'; did you mean …?`. What is no name at all is told too."""
     options = sorted(known)
-    close = difflib.get_close_matches(name, options, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(str(name), options, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(options)}"
     return f"unknown {kind} {name!r}; {hint}"
 
