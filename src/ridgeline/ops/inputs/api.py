@@ -25,26 +25,31 @@ def available(impl: str, device: torch.device) -> str | None:
     return availability(impl, IMPLEMENTATIONS, device)
 
 
-def _check_columns(
-    columns: InputColumns,
-    tables: int,
-    categories_NK: Tensor | None,
-    numbers_NM: Tensor | None,
-    previous_NH: Tensor | None,
+def _check_parts(
+    columns: InputColumns, tables: Sequence[Tensor], parts: dict[str, Tensor | None], weight_CW: Tensor, bias_C: Tensor
 ) -> None:
-    """What the vector is made of is there."""
-    for wanted, part, name in (
-        (bool(columns.tables), categories_NK, "categories_NK"),
-        (columns.numbers > 0, numbers_NM, "numbers_NM"),
-        (bool(columns.one_hots), previous_NH, "previous_NH"),
-    ):
+    """What the vector is made of is there, in shapes and integers that fit together."""
+    categories_NK, numbers_NM, previous_NH = parts.values()
+    for (name, part), wanted in zip(parts.items(), (columns.tables, columns.numbers, columns.one_hots), strict=True):
         if wanted and part is None:
             raise UnsupportedError(f"the columns take {name}, got None")
-    if columns.tables and not 0 <= min(columns.tables) <= max(columns.tables) < tables:
-        raise UnsupportedError(f"the columns name tables {columns.tables}, got {tables} tables")
-    places = [place for place, _ in columns.one_hots]
-    if previous_NH is not None and places and not 0 <= min(places) <= max(places) < previous_NH.shape[1]:
-        raise UnsupportedError(f"the columns name columns {places} of previous_NH, got {tuple(previous_NH.shape)}")
+    if columns.tables and not 0 <= min(columns.tables) <= max(columns.tables) < len(tables):
+        raise UnsupportedError(f"the columns name tables {columns.tables}, got {len(tables)} tables")
+    width = sum(tables[table].shape[1] for table in columns.tables) + columns.numbers
+    width += sum(classes for _, classes in columns.one_hots)
+    checks.shape("weight_CW", weight_CW, (weight_CW.shape[0], width))
+    checks.shape("bias_C", bias_C, (weight_CW.shape[0],))
+    N = next(part.shape[0] for part in parts.values() if part is not None)
+    checks.shape("categories_NK", categories_NK, (N, len(columns.tables)))
+    checks.shape("numbers_NM", numbers_NM, (N, columns.numbers))
+    for name, part in (("categories_NK", categories_NK), ("previous_NH", previous_NH)):
+        if part is not None and part.dtype not in _INTEGERS:
+            raise UnsupportedError(f"{name} must be integers, got {part.dtype}")
+    if previous_NH is not None:
+        checks.shape("previous_NH", previous_NH, (N, previous_NH.shape[1]))
+        places = [place for place, _ in columns.one_hots]
+        if places and not 0 <= min(places) <= max(places) < previous_NH.shape[1]:
+            raise UnsupportedError(f"the columns name columns {places} of previous_NH, got {tuple(previous_NH.shape)}")
 
 
 def input_layer(
@@ -78,28 +83,14 @@ def input_layer(
     """
     demand(impl, IMPLEMENTATIONS, weight_CW.device)
     parts = {"categories_NK": categories_NK, "numbers_NM": numbers_NM, "previous_NH": previous_NH}
-    present = [part for part in parts.values() if part is not None]
-    if not present:
+    if all(part is None for part in parts.values()):
         raise UnsupportedError("an input layer needs categories, numbers or a previous controller, got none of them")
     rows = {f"table {index}": table for index, table in enumerate(tables)}
     checks.axes(2, weight_CW=weight_CW, **parts, **rows)
     checks.floats(weight_CW=weight_CW, bias_C=bias_C, numbers_NM=numbers_NM, **rows)
     checks.alike("weight_CW", weight_CW, strict=impl == "triton", bias_C=bias_C, **rows)
     checks.devices(weight_CW.device, bias_C=bias_C, **parts, **rows)
-    _check_columns(columns, len(tables), categories_NK, numbers_NM, previous_NH)
-    width = sum(tables[table].shape[1] for table in columns.tables) + columns.numbers
-    width += sum(classes for _, classes in columns.one_hots)
-    checks.shape("weight_CW", weight_CW, (weight_CW.shape[0], width))
-    checks.shape("bias_C", bias_C, (weight_CW.shape[0],))
-    N = present[0].shape[0]
-    checks.shape("categories_NK", categories_NK, (N, len(columns.tables)))
-    checks.shape("numbers_NM", numbers_NM, (N, columns.numbers))
-    for name in ("categories_NK", "previous_NH"):
-        part = parts[name]
-        if part is not None and part.dtype not in _INTEGERS:
-            raise UnsupportedError(f"{name} must be integers, got {part.dtype}")
-    if previous_NH is not None:
-        checks.shape("previous_NH", previous_NH, (N, previous_NH.shape[1]))
+    _check_parts(columns, tables, parts, weight_CW, bias_C)
     if impl == "reference":
         return input_layer_reference(categories_NK, numbers_NM, previous_NH, columns, tables, weight_CW, bias_C)
     checks.storage(weight_CW=weight_CW, bias_C=bias_C, **rows)
