@@ -30,7 +30,11 @@ class Timing:
 
 
 def summarise(times_ms: Sequence[float]) -> Timing:
-    """Median and spread of a list of step times in milliseconds."""
+    """Median and spread of a list of step times in milliseconds.
+
+    Raises:
+        ValueError: fewer than two times.
+    """
     if len(times_ms) < 2:
         raise ValueError(f"a spread needs at least two times, got {len(times_ms)}")
     median = statistics.median(times_ms)

@@ -143,7 +143,11 @@ class Passes:
             torch.cuda.current_stream(self.flat.device).wait_stream(stream)
 
     def forward(self, feed: Feed, part: int, lane: int) -> Tensor:
-        """The piece's share of the step's loss, scaled, with its graph; notes the loss and its weight."""
+        """The piece's share of the step's loss, scaled, with its graph; notes the loss and its weight.
+
+        Raises:
+            ConfigError: the loss is no real scalar, or has no gradient.
+        """
         convert = None if self.precision.compute == torch.float32 else self.precision.compute
         number, pieces = part * self.cut.lanes + lane, self.cut.pieces
         piece = feed.batch(number, pieces, convert)

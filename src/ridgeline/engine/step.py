@@ -373,7 +373,7 @@ class TrainStep:
             )
 
     def first_bad(self) -> str:
-        """The first tensor that is not finite when the last batch runs again, call by call, from the present state."""
+        """The first tensor that is not finite when the last batch runs again, call by call (ConfigError before any)."""
         if self._last is None:
             raise ConfigError("no step has been taken; there is no batch to look at")
         stream = self._capture.stream if isinstance(self._capture, CudaCapture) else None

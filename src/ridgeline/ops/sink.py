@@ -80,7 +80,11 @@ class GradientSink:
             self.report()
 
     def put(self, gradient: Tensor) -> None:
-        """Writes or adds a gradient that exists as a tensor, of any dtype."""
+        """Writes or adds a gradient that exists as a tensor, of any dtype.
+
+        Raises:
+            UnsupportedError: it is sparse.
+        """
         if gradient.layout != torch.strided:
             raise UnsupportedError(f"gradients must be dense, got {gradient.layout}; build the layer with sparse=False")
         target, add = self.take()

@@ -114,7 +114,11 @@ class Seat:
         self._pending = deque([self.environment.neutral] * self._spec.delay)
 
     def hold(self, controller: Controller) -> None:
-        """Play one decision, until the next one is due or the game ends."""
+        """Play one decision, until the next one is due or the game ends.
+
+        Raises:
+            WorkerError: the game goes on beyond its cap of steps.
+        """
         for _ in range(self._spec.stride):
             if self.steps == self.environment.cap:
                 raise WorkerError(
