@@ -2,8 +2,8 @@
 
 PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|steps|blocks … [gpt2-c256-512 fast-c256-512]
 
-kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart; weight
-          gradients of a layer divided as before (one tile after the other) and side by side
+kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart, and with
+          another revision's kernels where BEFORE names a checkout of it; weight gradients of a layer
 check     two blocks with joined products against fp64 (fused_gpu)
 blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
 """
@@ -13,15 +13,15 @@ import dataclasses
 import functools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fused_gpu
 import torch
-from fused_gpu import WORKLOADS
+from fused_gpu import WORKLOADS, captured, interleaved
 
 from ridgeline.engine import TrainStep
 from ridgeline.models import LanguageConfig, LanguageModel
@@ -38,55 +38,40 @@ from ridgeline.ops.norm import triton as norms
 OUT = os.environ.get("OUT", "/tmp")
 END = time.time() + 3600
 N, EPS = 131072, 1e-5
+SOURCE = many.SOURCE
+GRADIENTS = wgrad.SOURCE
+
+
+def before(source):
+    """Another revision's kernel, from a checkout in BEFORE; the kernel itself without one."""
+    package = many.cuda.__file__.split("src/ridgeline/")[0]
+    return Path(os.environ.get("BEFORE", package)).resolve() / source.relative_to(package)
+
+
+BEFORE_SOURCE, BEFORE_GRADIENTS = before(SOURCE), before(GRADIENTS)
 PRODUCTS = frozenset(("out", "down", "up", "qkv"))
-VARIANTS = {  # name: (weight gradients side by side, changes to the choices)
-    "main": (False, {"joined": frozenset()}),
-    "side by side": (True, {"joined": frozenset()}),
-    "joined": (True, {"joined": PRODUCTS}),
+VARIANTS = {  # name: the folder of project_many.cu (None: no product takes its join)
+    "apart": None,
+    "joined before": BEFORE_SOURCE,
+    "joined": SOURCE,
 }
-BEFORE = functools.lru_cache(maxsize=64)(
-    lambda *a: _plan(lambda places, chunks, workers: wgrad._in_a_row(places, chunks, workers) if places else [], *a)
-)
-PIECES, AFTER, SOURCE = wgrad._pieces, wgrad.launch_plan, wgrad.SOURCE
-# The kernel of weight gradients as it was, if its folder lies there.
-BEFORE_SOURCE = Path(".carry/b512_before/wgrad_sm90.cu").resolve()
-BEFORE_SOURCE = BEFORE_SOURCE if BEFORE_SOURCE.is_file() else SOURCE
-
-
-def _plan(pieces, *arguments):
-    wgrad._pieces = pieces
-    try:
-        return AFTER.__wrapped__(*arguments)
-    finally:
-        wgrad._pieces = PIECES
 
 
 @contextlib.contextmanager
 def variant(name):
     """Stacks and steps that are made meanwhile."""
-    beside, changes = VARIANTS[name]
-    wgrad.launch_plan, wgrad.SOURCE = (AFTER, SOURCE) if beside else (BEFORE, BEFORE_SOURCE)
-    stack.choose = lambda *a: dataclasses.replace(choose(*a), **changes)
+    many.SOURCE, wgrad.SOURCE = VARIANTS[name] or SOURCE, GRADIENTS if name == "joined" else BEFORE_GRADIENTS
+    joined = PRODUCTS if VARIANTS[name] else frozenset()
+
+    def choice(*arguments):
+        chosen_here = choose(*arguments)
+        return dataclasses.replace(chosen_here, joined=joined & chosen_here.joined)
+
+    stack.choose = choice
     try:
         yield
     finally:
-        wgrad.launch_plan, wgrad.SOURCE, stack.choose = AFTER, SOURCE, choose
-
-
-def turns(functions, rounds=4, repeats=8):
-    """Median us of each, in turns."""
-    times = {key: [] for key in functions}
-    for turn in range(rounds + 1):
-        for key in list(functions) if turn % 2 else list(functions)[::-1]:
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            functions[key]()
-            a.record()
-            for _ in range(repeats):
-                functions[key]()
-            b.record()
-            torch.cuda.synchronize()
-            times[key] += [a.elapsed_time(b) / repeats * 1000] * (turn > 0)
-    return {key: statistics.median(values) for key, values in times.items()}
+        many.SOURCE, wgrad.SOURCE, stack.choose = SOURCE, GRADIENTS, choose
 
 
 def relative(a, b):
@@ -199,59 +184,45 @@ def report(right, same, together, before):
     if not right:
         print("" if same else ", REPEATS DIFFER", flush=True)
         return None
-    us = turns({"joined": together, "apart": before})
-    print(f", us {us['joined']:.1f} (apart {us['apart']:.1f})", flush=True)
+    graphs = {"joined": captured(together), "apart": captured(before)}
+    many.SOURCE = BEFORE_SOURCE
+    graphs["joined before"] = captured(together)
+    many.SOURCE = SOURCE
+    us = interleaved(graphs, 5, 8)
+    print(f", us {us['joined']:.1f} (before {us['joined before']:.1f}, apart {us['apart']:.1f})", flush=True)
     return us
 
 
-def gradients(label, shapes, biases):
+def gradients(label, shapes, biases, rows=N):
     made = [
         Gradient(
-            normal(N, M),
-            normal(N, K),
-            torch.empty(M, K, device="cuda"),
+            normal(rows, M), normal(rows, K), torch.empty(M, K, device="cuda"),
             torch.empty(M, device="cuda") if biases else None,
         )
         for M, K in shapes
     ]
     sums = 512 if biases else 256
-    also = lambda rows: [
-        Job(torch.randn(rows, 1, sums, device="cuda"), torch.empty(1, sums, device="cuda")) for _ in range(2)
-    ]
-    many_sums, few_sums = also(1056), also(132)
+    also = [Job(torch.randn(132, 1, sums, device="cuda"), torch.empty(1, sums, device="cuda")) for _ in range(2)]
 
-    def run(plan, more, source=SOURCE):
-        wgrad.launch_plan, wgrad.SOURCE = plan, source
-        weight_gradients_raw(made, also=more)
-        wgrad.launch_plan, wgrad.SOURCE = AFTER, SOURCE
+    def errors():
+        truths = [(g.dweight_MK, g.dy_NM.double().t() @ g.x_NK.double()) for g in made]
+        return max(relative(got, truth) for got, truth in truths)
 
-    for plan in (BEFORE, AFTER):
-        for g in made:
-            g.dweight_MK.fill_(float("nan"))
-        run(plan, many_sums)
-        first = [g.dweight_MK.clone() for g in made]
-        run(plan, many_sums)
-        same = all(torch.equal(a, g.dweight_MK) for a, g in zip(first, made))
-        errors = []
-        for g in made:
-            truth = g.dy_NM.double().t() @ g.x_NK.double()
-            errors.append(relative(g.dweight_MK, truth))
-            if biases:
-                errors.append(relative(g.dbias_M, g.dy_NM.double().sum(0)))
-        # wgmma rounds towards zero: half of 4.5e-8 a step of 16 rows that a share has, 2,000 of them at most.
-        if not (max(errors) < 5e-5 and same):
-            print(f"{label}: WRONG {max(errors):.3g}, same bits {same}", flush=True)
-            return None
-    print(f"{label}: error {max(errors):.2g}", flush=True)
-    us = turns(
-        {
-            "main": lambda: run(BEFORE, many_sums, BEFORE_SOURCE), "in a row": lambda: run(BEFORE, many_sums),
-            "side by side": lambda: run(AFTER, many_sums),
-            "side by side, few sums": lambda: run(AFTER, few_sums),
-            "cuBLAS": lambda: cublas(made),
-        }
-    )
-    print(f"{label}: right, us " + ", ".join(f"{key} {value:.1f}" for key, value in us.items()), flush=True)
+    weight_gradients_raw(made, also=also)
+    ours, first = errors(), [g.dweight_MK.clone() for g in made]
+    weight_gradients_raw(made, also=also)
+    same = all(torch.equal(a, g.dweight_MK) for a, g in zip(first, made))
+    cublas(made)
+    graphs = {"cuBLAS": captured(lambda: cublas(made))}
+    for key, source in (("ours", GRADIENTS), ("before", BEFORE_GRADIENTS)):
+        wgrad.SOURCE = source
+        graphs[key] = captured(lambda: weight_gradients_raw(made, also=also))
+    wgrad.SOURCE = GRADIENTS
+    us = interleaved(graphs, 5, 8)
+    # wgmma rounds towards zero: half of 4.5e-8 a step of 16 rows that a share has, 2,000 of them at most.
+    right = "right" if ours < 5e-5 and same else "WRONG"
+    print(f"{label}: {right}, error {ours:.2g} (cuBLAS {errors():.2g}), same bits {same}, us", end=" ", flush=True)
+    print({key: round(value, 1) for key, value in us.items()}, flush=True)
     return us
 
 
@@ -269,6 +240,9 @@ def kernels(names):
         trials = {
             "gradients": lambda: gradients(
                 f"{name} weight gradients", [(256, F), (F, 256), (256, 256), (Q, 256)], config.bias
+            ),
+            "gradients of six layers, few rows": lambda: gradients(
+                f"{name} six layers, 8,192 rows", 6 * [(256, F), (F, 256), (256, 256), (Q, 256)], config.bias, 8192
             ),
             "up": lambda: backward(f"{name} up's gradient", F, rms),
             "qkv": lambda: backward(f"{name} qkv's gradient", Q, rms),
@@ -331,7 +305,7 @@ def steps(names):
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         made = {}
         large = B * T > 65536
-        for key in list(VARIANTS)[: 2 + large]:
+        for key in VARIANTS if large else ["apart", "joined"]:  # with few rows these differ in weight gradients alone
             if time.time() > END - 8:
                 break
             m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
@@ -340,11 +314,11 @@ def steps(names):
                 for _ in range(5):
                     train(batch)
                 torch.cuda.synchronize()
-            made[key] = functools.partial(train, batch)
-        us = turns(made, 4, 6 if large else 50)
+            made[key] = SimpleNamespace(replay=functools.partial(train, batch), train=train)
+        us = interleaved(made, *((4, 6) if large else (6, 50)))
         out[name] = {key: value / 1000 for key, value in us.items()}
         print(name, "ms a step", {key: round(value, 3) for key, value in out[name].items()}, flush=True)
-        losses = {key: run.func.metrics()[-1].loss for key, run in made.items()}
+        losses = {key: run.train.metrics()[-1].loss for key, run in made.items()}
         print("   loss after as many steps", {key: round(float(x), 5) for key, x in losses.items()}, flush=True)
         keep("steps", out)
         made.clear()
