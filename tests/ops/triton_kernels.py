@@ -203,80 +203,6 @@ def embedding_cases() -> dict[str, Case]:
     }
 
 
-def plan_cases() -> dict[str, Case]:
-    from ridgeline.ops.optimizer import triton as optimizer
-
-    plan = optimizer.plan_config(20_000_000)
-    return {
-        f"adamw plan{name}": Case(
-            optimizer.adamw_plan_kernel,
-            pointers(
-                "fp32 gradient partials plan rates applied ring loss weight scale; i32 arrivals growth;"
-                "i64 seed_step skipped"
-            )
-            | known,
-            {
-                "M": "i32/16",
-                "known": "i32",
-                "pieces": "i32",
-                "rates": "i32",
-                "max_norm": "fp32",
-                "growth": "fp32",
-                "backoff": "fp32",
-                "interval": "i32",
-            },
-            {
-                "LOG_BETA_1": -0.1,
-                "LOG_BETA_2": -0.001,
-                "RING": 1024,
-                "BLOCK_P": 1024,
-                "BLOCK": plan.columns,
-                "STAGES": plan.stages,
-                **({} if known else {"known_ptr": None, "pieces_ptr": None}),
-            },
-            plan,
-        )
-        for name, known in (("", {}), (", squares known", pointers("fp32 known; i64 pieces")))
-    }
-
-
-def optimizer_cases() -> dict[str, Case]:
-    from ridgeline.ops.optimizer import triton as optimizer
-    from ridgeline.ops.optimizer import triton_muon as muon
-
-    M = 20_000_000
-    update = optimizer.update_config(M)
-    return {
-        **plan_cases(),
-        "adamw update": Case(
-            optimizer.adamw_update_kernel,
-            pointers("fp32 weights gradient moment_1 moment_2 plan; bf16 copy"),
-            {
-                "M": "i32/16",
-                "start": "i32/16",
-                "boundary": "i32/16",
-                **dict.fromkeys(("weight_decay", "complement_1", "beta_2", "complement_2", "eps"), "fp32"),
-            },
-            {"BLOCK": update.columns},
-            update,
-        ),
-        "muon before": Case(
-            muon.muon_before_kernel,
-            pointers("fp32 gradient momentum coefficient counts; bf16 direction"),
-            {"M": "i32/16", "mu": "fp32", "complement": "fp32"},
-            {"BLOCK": muon.BLOCK},
-            Launch(rows=1, columns=muon.BLOCK, warps=muon.WARPS),
-        ),
-        "muon after": Case(
-            muon.muon_after_kernel,
-            pointers("fp32 weights rate counts; bf16 direction copy"),
-            {"M": "i32/16", "weight_decay": "fp32"},
-            {"BLOCK": muon.BLOCK},
-            Launch(rows=1, columns=muon.BLOCK, warps=muon.WARPS),
-        ),
-    }
-
-
 def input_cases() -> dict[str, Case]:
     from ridgeline.ops.dropout.triton import dropout_kernel
     from ridgeline.ops.inputs.triton import input_vector_kernel
@@ -334,11 +260,13 @@ def planted_cases() -> dict[str, Case]:
     }
 
 
-def attention_cases() -> dict[str, Case]:
+def other_cases() -> dict[str, Case]:
+    """Those of attention, the ladder and the optimiser, which have modules of their own."""
     from triton_attention_kernels import attention_launches
     from triton_rung_kernels import rung_launches
+    from triton_update_kernels import update_launches
 
-    launches = attention_launches() | rung_launches()
+    launches = attention_launches() | rung_launches() | update_launches()
     return {name: Case(kernel, pointers(text), *more) for name, (kernel, text, *more) in launches.items()}
 
 
@@ -371,9 +299,8 @@ def all_cases() -> dict[str, Case]:
         | activation_cases()
         | cross_entropy_cases()
         | embedding_cases()
-        | optimizer_cases()
         | input_cases()
-        | attention_cases()
+        | other_cases()
         | window_cases()
     )
 
