@@ -64,7 +64,7 @@ CASES = [
     Spans(T=256, H=2, G=2, B=2, grid=2, seed=1),  # a span for each unit, and several units
     Spans(T=600, H=2, G=1, grid=1, seed=2, late=True),  # three spans of both heads, the last one short
     Spans(T=600, H=2, G=1, grid=2, key_parts=2, seed=3, late=True),  # there and back
-    Spans(T=900, H=2, G=2, B=2, grid=5, key_parts=2, seed=4),
+    Spans(T=780, H=2, G=2, grid=3, key_parts=2, seed=4),  # a span of one tile between others
     Spans(T=330, H=4, G=2, grid=4, parts=2, key_parts=2, seed=5),
     Spans(T=37, H=3, G=3, B=2, grid=2, seed=6, late=True),  # a tile for each unit
 ]
