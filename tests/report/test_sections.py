@@ -140,6 +140,8 @@ def test_a_sweep_gathers_contexts_with_the_same_positions_a_step():
     rung = samples.result("m3", 2.4, 32, 256)
     records[place] = replace(records[place], contenders=[*records[place].contenders, rung])
     assert [c.title for c in chapters(records) if c.folded] == [t for t in folded if "32 × 256" not in t]  # it climbs
+    earlier = replace(samples.sweep()[0], date="2026-11-01T00:00:00+00:00")
+    assert sum(chapter.folded for chapter in chapters([*records, earlier])) == 5  # an earlier run of a value too
 
 
 def test_sweeps_over_batch_and_cards():
@@ -151,6 +153,9 @@ def test_sweeps_over_batch_and_cards():
     table = table_of(sweep_section(kinds["cards"], [base, larger, two], 0))
     assert table["best"] == ["9.93 M", "19.0 M"]
     assert "eager" not in table  # timed on one card alone
+    later = [replace(record, date="2026-12-24T00:00:00+00:00") for record in (base, two)]
+    titles = [chapter.title for chapter in chapters([base, two, *later]) if "a card" in chapter.title]
+    assert [title[-10:] for title in titles] == ["2026-12-24", "2026-11-29"]  # two runs are told apart
     assert list(table_of(sweep_section(kinds["batch"], [base, larger, two], 0))) == [c.name for c in timed(base)]
     again = replace(base, date="2026-12-24T00:00:00+00:00")
     assert sweeps([again, base, larger])[0].members == {512: 0, 1024: 2}  # the newest of each value

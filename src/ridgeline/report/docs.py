@@ -26,7 +26,7 @@ from ridgeline.report.svg import write_png
 from ridgeline.report.table import Cell, Table, number, quantity, words
 
 DOCUMENTS = ("README.md", "docs/ladder.md", "docs/playing.md", "docs/melee.md", "docs/studies.md")
-KINDS = ("bench", "race", "study")  # of records that documents show
+KINDS = ("bench", "race", "search", "study")  # of records that documents show
 IMAGES = "docs/images"
 RECORDS, GOALS = "benchmarks/results", "benchmarks/goals.toml"
 LADDER = "hal-20m"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +68,7 @@ def chapters(records: Sequence[Record]) -> list[Chapter]:
     folded = {
         index
         for sweep in swept
-        for index in sweep.members.values()
+        for index in itertools.chain.from_iterable(sweep.runs.values())
         if set(rungs_of(records[index])) <= {SUBJECT}  # a ladder is never folded
         and (len(sweep.members) > FOLD or len(timed(records[index])) == 1)
     }

@@ -115,7 +115,8 @@ def searched(records: Sequence[Record]) -> str:
     kind, target = setting["goal"]
     trials = _rows(record, "trials")
     judged = [trial for trial in trials if trial["quality"] is not None]
-    judged.sort(key=lambda trial: rank(kind, trial["crossing"], trial["quality"]))
+    # records of before 2026-11-30, 09:00, have the point alone
+    judged.sort(key=lambda trial: rank(kind, trial.get("crossing", trial["seconds"]), trial["quality"]))
     rows = [
         [
             number(trial["number"], "d"),

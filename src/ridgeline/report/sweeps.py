@@ -148,4 +148,5 @@ def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Secti
         lead=sweep.kind.lead,
         chart=lines(drawn, sweep.kind.axis, "million tokens/s", ticks=values, from_zero=True),
         table=Table(headers=("contender", *(f"{sweep.kind.short} {value}" for value in values)), rows=rows),
+        source=sweep.members[values[0]] if sweep.kind.name == "cards" else None,  # all of one run
     )
