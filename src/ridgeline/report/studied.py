@@ -108,7 +108,7 @@ def starts(records: Sequence[Record]) -> str:
 
 def searched(records: Sequence[Record]) -> str:
     """The trials of a search that were judged, the best first, with predicted beside measured speed."""
-    record = _searched(records)
+    record = next((r for r in records if r.gpus and r.kind == "search"), None)
     if record is None:
         return MISSING
     setting = curves_of(record, "setting")[0]
@@ -208,12 +208,11 @@ def long_windows(records: Sequence[Record]) -> str:
 
 
 def pictures(records: Sequence[Record]) -> dict[str, Section]:
-    """Sections whose charts the documents show, by name: losses of a comparison and of a search, norms' curves."""
+    """Sections whose charts the documents show, by name: the comparison's losses, the norms' curves."""
     wanted = {
         "comparison": (next(iter(_studies(records, target=False)), None), "loss"),
         "recipe": (next(iter(_studies(records, target=True)), None), "loss"),
         "divergence": (_diverging(records), "training"),
-        "search": (_searched(records), "loss"),
     }
     found = {}
     for name, (record, figure) in wanted.items():
@@ -236,11 +235,6 @@ def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
 def _is_short(record: Record) -> bool:
     """Whether a study's runs are as short as the article's."""
     return max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT
-
-
-def _searched(records: Sequence[Record]) -> Record | None:
-    """The newest search on a card."""
-    return next((record for record in records if record.gpus and record.kind == "search"), None)
 
 
 def _diverging(records: Sequence[Record]) -> Record | None:

@@ -10,7 +10,7 @@ from ridgeline.study.circumstances import circumstances
 from ridgeline.study.search import Search
 from ridgeline.study.trials import Trial, choice, front
 
-CURVES = 6  # of the best trials
+CURVES = 5  # of the best trials, which with the front's have a colour each
 
 
 def search_record(plan: Search, trials: list[Trial], best: Trial) -> Record:
