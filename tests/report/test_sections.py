@@ -167,6 +167,16 @@ def test_sweeps_over_batch_and_cards():
     assert [sweep.kind.name for sweep in sweeps([base, replace(two, date=again.date)])] == []  # not of one run
 
 
+def test_times_that_spread_by_more_than_themselves_have_no_band():
+    records = samples.sweep()
+    records[0] = replace(records[0], contenders=[replace(c, spread=7.59) for c in records[0].contenders])
+    (sweep,) = sweeps(records)
+    figure = sweep_section(sweep, records, 0).chart(LIGHT, False)
+    heights = [path.vertices[:, 1] for band in figure.axes[0].collections for path in band.get_paths()]
+    assert all(row.min() > 0 for row in heights)
+    assert max(row.max() for row in heights) < 1.1 * 8192 / 1.2 / 1e3  # `best` at the shortest context
+
+
 def test_who_was_timed_once_is_no_part_of_a_sweep():
     base = samples.smaller()
     larger = replace(base, workload=replace(base.workload, batch=1024), contenders=base.contenders[:1])

@@ -122,6 +122,11 @@ def swept(sweep: Sweep, records: Sequence[Record]) -> list[str]:
     return [name for name, count in times.items() if count > 1]
 
 
+def _half(spread: float) -> float:
+    """Half of a band as a share of its middle; none of times that spread by more than themselves, as on a busy host."""
+    return spread / 2 if spread <= 1 else 0.0
+
+
 def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Section:
     """Tokens/s over what the sweep's records differ in."""
     values = list(sweep.runs)
@@ -130,7 +135,7 @@ def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Secti
     for name in swept(sweep, records):
         here = {value: results[name] for value, results in by_value.items() if name in results}
         speeds = {value: (result.tokens_per_s or 0.0) / 1e6 for value, result in here.items()}
-        half = {value: (result.spread or 0.0) / 2 for value, result in here.items()}
+        half = {value: _half(result.spread or 0.0) for value, result in here.items()}
         drawn.append(
             Line(
                 label=name,
@@ -145,7 +150,8 @@ def sweep_section(sweep: Sweep, records: Sequence[Record], number: int) -> Secti
     return Section(
         key=f"sweep-{number}",
         title=f"Tokens/s over the {sweep.kind.name}",
-        lead=sweep.kind.lead,
+        lead=f"{sweep.kind.lead} A band is as wide as the middle 80 % of the times; where they spread by more than "
+        "themselves there is none.",
         chart=lines(drawn, sweep.kind.axis, "million tokens/s", ticks=values, from_zero=True),
         table=Table(headers=("contender", *(f"{sweep.kind.short} {value}" for value in values)), rows=rows),
         source=sweep.members[values[0]] if sweep.kind.name == "cards" else None,  # all of one run
