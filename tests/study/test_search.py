@@ -22,7 +22,7 @@ from ridgeline.study import search as module
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search
 from ridgeline.study.space import Range, configure, default_space, narrowed
-from ridgeline.study.trials import Goal
+from ridgeline.study.trials import Goal, Trial
 from ridgeline.train.config import TrainConfig
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, read_toml
@@ -148,6 +148,33 @@ def test_search_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert more[: len(said["trials"])] == said["trials"] or len(more) > len(said["trials"])
     assert main(options(text, out, "--target", "loss=1.0")) == 2
     assert "another search (goal differ" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_search_that_is_stopped_tells_what_it_has(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun = module._Attempt.run, []
+
+    def stopped(attempt: module._Attempt, study: optuna.Study) -> Trial:
+        begun.append(attempt)
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return run(attempt, study)
+
+    monkeypatch.setattr(module._Attempt, "run", stopped)
+    out = tmp_path / "out"
+    assert main(options(text, out, "--json", budget="9s")) == 130
+    printed = capsys.readouterr()
+    assert "the same command goes on" in printed.err
+    said = json.loads(printed.out.splitlines()[-1])
+    assert [trial["state"] for trial in said["trials"]] == ["complete"]
+    assert read_record(out / "record.json").kind == "search"
+    assert (out / "chosen.toml").exists()
+    begun[:] = [None] * 2
+    assert main(options(text, out, "--json", budget="4s")) == 0
+    begun[:] = [None]
+    assert main(options(text, tmp_path / "other", "--json")) == 130  # and nothing to tell
+    assert not (tmp_path / "other" / "record.json").exists()
 
 
 def test_target_that_is_held_ends_a_trial(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,25 +373,6 @@ def test_a_trial_of_endless_validations_is_ended(tmp_path: Path, monkeypatch: py
     attempt.path.append((1.0, 1.0))
     with pytest.raises(RidgelineError, match="would take 144 s with its validations, 100 s of the budget were left"):
         attempt._check_time()
-
-
-@pytest.mark.parametrize(
-    ("target", "won", "lots", "rate"),
-    [(0.9, [13, 14], [16, 14], 0.9), (0.9, [12], [16], 0.75), (0.4, [0], [16, 14], 0.0), (None, [3, 6], [16, 14], 0.3)],
-)
-def test_games_that_cannot_change_the_verdict_are_not_played(
-    monkeypatch: pytest.MonkeyPatch, target: float | None, won: list[int], lots: list[int], rate: float
-) -> None:
-    """27 of 30 are asked for: three losses among the first 16 leave that open, four do not."""
-    asked: list[tuple[int, int]] = []
-
-    def played(checkpoint: Path, games: int, *, first_seed: int, processes: int) -> SimpleNamespace:
-        asked.append((first_seed, games))
-        return SimpleNamespace(summary=lambda: {"ko": [*won, 0][len(asked) - 1]})
-
-    monkeypatch.setattr(module, "evaluate", played)
-    assert module._knockouts(Path(), Goal(kind="ko", value=target)) == pytest.approx(rate)
-    assert asked == [(5_000, 16), (5_016, 14)][: len(lots)]
 
 
 def test_two_points_of_knockouts_hold_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,13 @@
 """Trials: what is asked of them, and which of them is best."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ridgeline.errors import ConfigError
 from ridgeline.presets import find_config
+from ridgeline.study import search as module
 from ridgeline.study.clocked import Point
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search, _Attempt
@@ -68,3 +70,22 @@ def test_trials_that_hold_the_target_from_one_point_are_told_apart(
     assert attempt._value() == attempt.crossing == pytest.approx(crossed)
     assert attempt.reached == pytest.approx((len(losses) - 2) / 10)
     assert rank("loss", 0.5, 1.9) < rank("loss", 0.6, 1.0) < rank("loss", None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("target", "won", "lots", "rate"),
+    [(0.9, [13, 14], [16, 14], 0.9), (0.9, [12], [16], 0.75), (0.4, [0], [16, 14], 0.0), (None, [3, 6], [16, 14], 0.3)],
+)
+def test_games_that_cannot_change_the_verdict_are_not_played(
+    monkeypatch: pytest.MonkeyPatch, target: float | None, won: list[int], lots: list[int], rate: float
+) -> None:
+    """27 of 30 are asked for: three losses among the first 16 leave that open, four do not."""
+    asked: list[tuple[int, int]] = []
+
+    def played(checkpoint: Path, games: int, *, first_seed: int, processes: int) -> SimpleNamespace:
+        asked.append((first_seed, games))
+        return SimpleNamespace(summary=lambda: {"ko": [*won, 0][len(asked) - 1]})
+
+    monkeypatch.setattr(module, "evaluate", played)
+    assert module._knockouts(Path(), Goal(kind="ko", value=target)) == pytest.approx(rate)
+    assert asked == [(5_000, 16), (5_016, 14)][: len(lots)]

@@ -21,7 +21,7 @@ from ridgeline.data.games import GameData
 from ridgeline.errors import ConfigError
 from ridgeline.presets import find_config
 from ridgeline.study.folder import RECORD, keep_record, write_whole
-from ridgeline.study.search import Search, chosen_config, search
+from ridgeline.study.search import Search, SearchStoppedError, chosen_config, search
 from ridgeline.study.search_record import search_record
 from ridgeline.study.space import SETTINGS, default_space, narrowed
 from ridgeline.study.trials import Goal, Trial, best_of, choice, front, rank, states_of
@@ -94,13 +94,21 @@ def run(arguments: Sequence[str]) -> int:
     plan = _plan(options)
     said = Console(stderr=True)
     try:
-        trials = search(plan, options.out, _Teller(said))
-    except KeyboardInterrupt:
+        trials, code = search(plan, options.out, _Teller(said)), 0
+    except (SearchStoppedError, KeyboardInterrupt) as stop:
+        trials, code = stop.trials if isinstance(stop, SearchStoppedError) else [], INTERRUPTED
         said.print("stopped; the same command goes on from here")
-        return INTERRUPTED
     best = best_of(trials, plan.goal)
+    if best is None and code:
+        return code
     if best is None:
         raise ConfigError(_nothing(trials, plan.goal.kind))
+    _tell(options, plan, trials, best)
+    return code
+
+
+def _tell(options: Options, plan: Search, trials: list[Trial], best: Trial) -> None:
+    """Write the record and the chosen config, and print what came of it."""
     chosen = options.out / CHOSEN
     write_whole(chosen, to_toml(chosen_config(plan, best)))
     file = keep_record(search_record(plan, trials, best), options.out / RECORD)
@@ -110,7 +118,6 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps({**made, "front": front(trials, plan.goal)}))
     else:
         _print(plan, trials, best, file, chosen)
-    return 0
 
 
 def _plan(options: Options) -> Search:

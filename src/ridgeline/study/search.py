@@ -110,6 +110,14 @@ class RefusedError(Exception):
     """A candidate that is never trained, and why."""
 
 
+class SearchStoppedError(Exception):
+    """A search that the user stopped, with the trials that have ended."""
+
+    def __init__(self, trials: list[Trial]) -> None:
+        super().__init__("stopped")
+        self.trials = trials
+
+
 def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Trial]:
     """Run trials until the budget is spent; a search that exists is gone on with.
 
@@ -119,6 +127,7 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
         told: called with every trial that this process ends.
 
     Raises:
+        SearchStoppedError: by the user, with the trials that have ended; asked again it goes on.
         MissingExtraError: Optuna is not installed.
         ConfigError: the storage holds another search, or the folder something else or another process; or nothing in
             the space is possible.
@@ -145,7 +154,10 @@ def search(plan: Search, folder: Path, told: Callable[[Trial], None]) -> list[Tr
         refusals = 0
         while refusals < REFUSALS and _time_for_another(plan, trials_of(study), spent):
             begun = time.monotonic()
-            done = _Attempt(plan, folder, machine, study.ask(), left=plan.budget_s - spent).run(study)
+            try:
+                done = _Attempt(plan, folder, machine, study.ask(), left=plan.budget_s - spent).run(study)
+            except KeyboardInterrupt as stop:
+                raise SearchStoppedError(trials_of(study)) from stop
             spent += time.monotonic() - begun
             refusals = refusals + 1 if done.state == "refused" else 0
             if refusals:  # the sampler does not know what is possible, and each guess of it takes time
