@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from ridgeline.errors import ConfigError
+from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.hardware import card
 from ridgeline.presets import preset
 from ridgeline.train import metrics
@@ -32,6 +32,19 @@ def test_what_was_flushed_can_be_read_while_the_run_goes_on(tmp_path):
     file.flush()
     assert read_metrics(tmp_path) == [{"step": 1}]
     file.close()
+
+
+NO_RECORDS = {
+    "torn": "{", "a list": "[1]", "a truth": '{"step": true}', "deep": "[" * 100_000,
+    "half a validation": '{"step": 1, "val_loss": 2.0, "seconds": 1.0}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", NO_RECORDS.values(), ids=NO_RECORDS.keys())
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+    (tmp_path / metrics.FILE).write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(RidgelineError, match=r"line 2 of .* is no record of a run"):
+        read_metrics(tmp_path)
 
 
 def test_the_live_line_says_speed_loss_and_time_left(monkeypatch):

@@ -134,12 +134,18 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
         if line.endswith(b"\n"):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
-            if not isinstance(record, dict) or type(record.get("step")) is not int:
+            if not _is_record(record):
                 raise RidgelineError(f"line {number} of {file} is no record of a run; repair the file or move it away")
             records.append(record)
     return records
+
+
+def _is_record(value: object) -> bool:
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return False
+    return value.get("val_loss") is None or {"tokens", "seconds"} <= value.keys()
 
 
 class LiveLine:
