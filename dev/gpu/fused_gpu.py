@@ -247,6 +247,20 @@ def block(name):
     return out
 
 
+def turns(train, batch, repeats, count):
+    """ms a step in each of `count` turns of `repeats` steps."""
+    times = []
+    for _ in range(count):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        for _ in range(repeats):
+            train(batch)
+        b.record()
+        torch.cuda.synchronize()
+        times.append(a.elapsed_time(b) / repeats)
+    return times
+
+
 def step(name):
     """One whole training step: its time by events, then every kernel in order with the gaps, from a replayed graph."""
     config, B, T = WORKLOADS[name]
@@ -259,15 +273,7 @@ def step(name):
     for _ in range(repeats):
         train(batch)
     torch.cuda.synchronize()
-    times = []
-    for _ in range(9):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        for _ in range(repeats):
-            train(batch)
-        b.record()
-        torch.cuda.synchronize()
-        times.append(a.elapsed_time(b) / repeats)
+    times = turns(train, batch, repeats, 9)
     ms = statistics.median(times)
     from torch.profiler import ProfilerActivity, profile
 

@@ -4,16 +4,12 @@
     RIDGELINE_REVISION=… PYTHONPATH=src OUT=$OUT python dev/gpu/goals_gpu.py [SECONDS] build ROW… [-- ROW…]…
 
 Rows stand in order of value: once all of a wave are built they are timed in that order, and only then looked into
-(phases, kernels). The next wave starts when all rows of one are done. A row of a workload that an earlier row measured
-becomes a further group of its record. SECONDS (default 150 a wave) ends it: what a wave looks into leaves LATER_S to each
-wave after it, and a wave that would have less than LEAST_S is left out. Records are in $OUT/bench_records.json as soon
-as they are timed: the keys are file names for benchmarks/results.
+(phases, kernels). A row of a workload that an earlier row measured becomes a further group of its record. SECONDS
+(default 150 a wave) ends it: what a wave looks into leaves LATER_S to each wave after it, and a wave that would have
+less than LEAST_S is left out. Records are in $OUT/bench_records.json as soon as they are timed, by their file names.
+Scripts of several cards keep who builds and who needs a quiet host out of each other's way (HOST).
 
-Several cards, each with a script of its own: who builds and who is launched call by call, which needs a quiet host, keep out
-of each other's way (HOST).
-
-`build` measures nothing: it takes the first step of every contender that compiles, so that its kernels are in the caches
-of a later run and what cannot run is known; beside other work, at low priority.
+`build` measures nothing: the first step of every contender that compiles, so that a later run finds its kernels.
 """
 
 import contextlib

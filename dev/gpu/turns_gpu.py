@@ -47,15 +47,7 @@ def worker(names):
     print("ready", flush=True)
     for line in sys.stdin:
         train, batch, repeats = steps[line.strip()]
-        times = []
-        for turn in range(6):
-            a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            a.record()
-            for _ in range(repeats):
-                train(batch)
-            b.record()
-            torch.cuda.synchronize()
-            times += [a.elapsed_time(b) / repeats] * (turn > 0)
+        times = fused.turns(train, batch, repeats, 6)[1:]
         print(statistics.median(times), flush=True)
 
 

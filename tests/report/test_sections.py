@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -10,8 +9,7 @@ import pytest
 
 from report import samples
 from ridgeline.errors import ConfigError
-from ridgeline.report.draw import Bar, Gain, ladder, ratios
-from ridgeline.report.draw import bars as bar_chart
+from ridgeline.report.draw import Bar, Gain, ladder
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, overview_section, rungs_of, timed
@@ -365,18 +363,6 @@ def test_names_are_no_formulas_and_marks_are_plain_numbers():
     assert axes.xaxis.get_minor_formatter()(20.0, 0) == ""  # there is a power of ten to be told by
 
 
-@pytest.mark.parametrize("narrow", [True, False])
-def test_a_whisker_of_a_busy_host_leaves_room_for_names(narrow):
-    bars = [
-        Bar(label=name, value=v, role="rung", text="1", spread=v * 40) for name, v in (("compile+graph", 3), ("m0", 1))
-    ]
-    figure = bar_chart(bars, "tokens/s")(LIGHT, narrow)
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    assert min(label.get_window_extent().x0 for label in axes.get_yticklabels()) >= 0
-    assert max(text.get_window_extent().x1 for text in axes.texts) <= figure.bbox.x1
-
-
 def test_records_without_what_a_figure_is_about_have_no_such_figure():
     def without_best(record):
         return replace(record, contenders=[c for c in record.contenders if c.name not in ("best", "compile+graph")])
@@ -389,17 +375,3 @@ def test_records_without_what_a_figure_is_about_have_no_such_figure():
     assert "m1 and m0 differ by less" in build_page(
         [*pair, replace(samples.ladder(), contenders=noisy)]
     )  # no gain told
-
-
-@pytest.mark.parametrize("narrow", [True, False])
-def test_nothing_of_the_overview_is_cut_off(narrow):
-    names = [f"gpt2-c256+kv_heads=1, {batch} × 4096, bf16" for batch in (2, 4, 8)]
-    figure = ratios(names, [1.9, 1.0, 0.8], ["1.90×", "1.00×", "0.80×"], "times as fast as PyTorch's best")(
-        LIGHT, narrow
-    )
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    boxes = [text.get_window_extent() for text in (*axes.get_yticklabels(), *axes.texts, axes.xaxis.label)]
-    assert min(box.x0 for box in boxes) >= 0
-    assert max(box.x1 for box in boxes) <= figure.bbox.x1 + 1
-    assert all(below.y1 <= above.y0 for above, below in itertools.pairwise(boxes[: len(names)]))
