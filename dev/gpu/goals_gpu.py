@@ -8,7 +8,6 @@ Rows stand in order of value: once all of a wave are built they are timed in tha
 (default 150 a wave) ends it: what a wave looks into leaves LATER_S to each wave after it, and a wave that would have
 less than LEAST_S is left out. Records are in $OUT/bench_records.json as soon as they are timed, by their file names.
 Scripts of several cards keep who builds and who needs a quiet host out of each other's way (HOST).
-
 `build` measures nothing: the first step of every contender that compiles, so that a later run finds its kernels.
 """
 
