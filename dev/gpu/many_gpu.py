@@ -268,30 +268,24 @@ def chosen(early, changes):
         yield
 
 
-def lend(keys):
-    """fused_gpu's trials take these variants."""
+def lent(what, run, keys, names):
+    """fused_gpu's trials with these variants, as far as there is time."""
     fused_gpu.variants = lambda name: {key: (False, {"name": key}) for key in keys}
     fused_gpu.chosen = chosen
-
-
-def check(names):
-    lend(["joined"])
-    out = {}
-    for name in names:
-        if time.time() < END - 5:
-            out[name] = fused_gpu.check(name)
-            keep("check", out)
-            torch.cuda.empty_cache()
-
-
-def blocks(names):
-    lend(VARIANTS)
     out = {}
     for name in names:
         if time.time() < END - 6:
-            out[name] = fused_gpu.block(name)
-            keep("blocks", out)
+            out[name] = run(name)
+            keep(what, out)
             torch.cuda.empty_cache()
+
+
+def check(names):
+    lent("check", fused_gpu.check, ["joined"], names)
+
+
+def blocks(names):
+    lent("blocks", fused_gpu.block, VARIANTS, names)
 
 
 def steps(names):
