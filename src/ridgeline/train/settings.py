@@ -43,7 +43,7 @@ def override(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     """
     if any(values.get(stop) not in (None, NONE) for stop in STOPS):
         values = {**dict.fromkeys(STOPS), **values}
-    return _override(config, values, "", [*_paths(config)])
+    return _override(config, values, "", config)
 
 
 def merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def _literal(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # numbers, booleans and strings are written alike in both
 
 
-def _override(config: T, values: Mapping[str, Any], path: str, everywhere: list[str]) -> T:
+def _override(config: T, values: Mapping[str, Any], path: str, whole: TrainConfig) -> T:
     kinds = typing.get_type_hints(type(config))
     known = [field.name for field in dataclasses.fields(config)]  # type: ignore[arg-type]
     changes = {}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"{_unknown(key, known, everywhere)}{f' (in {path})' if path else ''}")
+            raise ConfigError(f"{_unknown(key, known, whole)}{f' (in {path})' if path else ''}")
         current, where = getattr(config, key), f"{path}.{key}" if path else key
         if dataclasses.is_dataclass(current) and isinstance(value, Mapping):
-            changes[key] = _override(current, value, where, everywhere)
+            changes[key] = _override(current, value, where, whole)
         else:
             changes[key] = convert(kinds[key], value, where)
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
@@ -118,9 +118,9 @@ def _paths(config: object, path: str = "") -> Iterator[str]:
             yield f"{path}{field.name}"
 
 
-def _unknown(key: str, known: list[str], everywhere: list[str]) -> str:
+def _unknown(key: str, known: list[str], whole: TrainConfig) -> str:
     """The sentence for a setting that is not there, which may be one of another place: lr is optimizer.lr."""
-    names = {path.rpartition(".")[2]: path for path in everywhere} | {name: name for name in known}
+    names = {path.rpartition(".")[2]: path for path in _paths(whole)} | {name: name for name in known}
     close = [key] if key in names else difflib.get_close_matches(key, names, n=3, cutoff=0.6)
     if not close:
         return nearest(key, known, "setting")

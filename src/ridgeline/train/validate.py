@@ -28,7 +28,7 @@ class Evaluation:
         validation: the held-out windows.
         device: where the model is.
         replicas: the processes that share each batch, all of which get the result; None for this one alone.
-        capture: whether a step that is captured has its validation captured; what is called once gains nothing by it.
+        capture: False to call the forward pass kernel by kernel although the step is captured; numbers are the same.
     """
 
     def __init__(
