@@ -136,6 +136,7 @@ def test_search_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     record = read_record(said["record"])
     rows = {curve["figure"]: curve["rows"] for curve in record.curves if "rows" in curve}
     assert record.kind == "search"
+    assert str(out / "trials") not in Path(said["record"]).read_text()  # a record travels
     assert all(row["choice"].startswith("layers 1, width 16") for row in (*rows["trials"], *rows["front"]))
     assert rows["front"][-1]["loss"] == min(loss for row in rows["trials"] for _, loss in row["path"])
     settings = read_toml(said["chosen"])

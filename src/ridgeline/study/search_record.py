@@ -30,6 +30,8 @@ def search_record(plan: Search, trials: list[Trial], best: Trial) -> Record:
     leaders = [{"from_second": s, kind: q, "trial": n, "choice": chosen[n]} for s, q, n in leads]
     curves.append({"figure": "front", "name": "front", "rows": leaders})
     rows = [{"number": trial.number, "choice": chosen[trial.number], **dataclasses.asdict(trial)} for trial in trials]
+    for row in rows:
+        del row["folder"]  # a place on the machine that trained, where a record's reader is not
     curves.append({"figure": "trials", "name": "trials", "rows": rows})
     curves.append({"figure": "setting", "name": "setting", **plan.plan(), "budget_s": plan.budget_s})
     return Record(
