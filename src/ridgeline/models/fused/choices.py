@@ -29,6 +29,7 @@ class Choices:
             "cuda-fp32" (short windows in fp32, without them too), "triton" (any window) or "reference" (explicit, by
             autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
+        coded: under mlp "cuda" the derivative is kept in 8 bits instead of 16.
         qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
         out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers),
             "residual" (and the residual written by the product, so that the norm stands alone).
@@ -49,6 +50,7 @@ class Choices:
 
     attention: str
     mlp: str
+    coded: bool = False
     qkv: str = "torch"
     out: str = "torch"
     folded: bool = False
@@ -110,6 +112,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
+        coded=hopper and dtype == torch.bfloat16,
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
         folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,

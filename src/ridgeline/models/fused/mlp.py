@@ -38,8 +38,8 @@ class MlpWeights(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What the MLP saves: GELU's derivative (under mlp "torch" GELU's input without the bias; in whole rows in an order
-    of the kernel's own), and the activation.
+    """What the MLP saves: GELU's derivative (under mlp "torch" GELU's input without the bias; in whole rows and in
+    codes in an order of the kernel's own), and the activation.
     """
 
     kept_NF: Tensor
@@ -56,7 +56,7 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         return hidden, last
     a_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     if run.choices.mlp == "cuda":
-        kept_NF = products.slope_empty(h_NC, *a_NF.shape)
+        kept_NF = products.slope_empty(h_NC, *a_NF.shape, coded=run.choices.coded)
         products.forward_raw(
             h_NC, up_FC, a_NF,
             bias_M=weights.up_bias_F, gelu=gelu, slope_NM=kept_NF, norm=middle.folded, impl="cuda",
@@ -113,7 +113,7 @@ def _hidden_backward(
     Behind a folded norm du / σ, with the sums that its weight's gradient needs.
     """
     kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
-    du_NF = dz_NC.new_empty(kept_NF.shape)
+    du_NF = torch.empty_like(hidden.a_NF)
     if run.choices.mlp == "cuda":
         sums = sums or norm is not None
         return du_NF, products.input_gradient_raw(

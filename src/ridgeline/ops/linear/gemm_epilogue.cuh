@@ -2,10 +2,12 @@
 #pragma once
 #include "gemm_layout.cuh"
 
-#include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
+#include "slope_codes.cuh"
 
 // ---- epilogues, one panel (16 rows × 64 columns) a warp at a time; thread (row l / 4 + 8 h, columns 8 j + 2 (l % 4) + e)
+
+constexpr bool READS_CODES = CODED && EPILOGUE == 3;
 
 struct Panel {
   u32 address;  // in shared memory
@@ -26,6 +28,17 @@ struct Panel {
       load_matrices(m, pair_of_groups(j));
       values[j][0] = m[0], values[j][1] = m[1], values[j + 1][0] = m[2], values[j + 1][1] = m[3];
     }
+  }
+  RL_D void read_codes(u32 (&slopes)[8][2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = load_shared_16(address + half * HALF_CODES + (swizzle128(lane >> 3, lane & 7) ^ half * 64));
+      const u32 codes[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        slopes[4 * half + j][0] = decode_slopes<0>(codes[j]), slopes[4 * half + j][1] = decode_slopes<1>(codes[j]);
+    }
+    sync_warp();  // what follows writes where other lanes have read
   }
 };
 RL_D void publish() {  // what the warp wrote to shared memory, to the copy engine
@@ -80,8 +93,10 @@ struct Consumer {
   // C panel i of the tile at (column, row), which warpgroup `reader` takes, into its slot; the slot must be free.
   RL_D void fetch_c(int reader, int i, int column, int row) const {
     const u32 full = bar.c_full(reader, warp, i);
-    barrier_expect(full, PANEL_BYTES);
-    copy_2d(panel(i).address, p.c, column + 64 * (i % N_HALVES), row + 64 * (i / N_HALVES) + 16 * warp, full);
+    barrier_expect(full, READS_CODES ? WARP_CODES : PANEL_BYTES);
+    int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
+    if (READS_CODES) y = (code_tile(x, y, p.n) * CODE_TILE_BYTES + warp * WARP_CODES) / ROW_BYTES, x = 0;
+    copy_2d(panel(i).address, p.c, x, y, full);
   }
 
   // Epilogues 0 and 1. Arithmetic comes before the waits, so that panels sent earlier have had time to leave.
@@ -100,7 +115,8 @@ struct Consumer {
           if (EPILOGUE == 1) slope[j][h] = activate<GELU_TANH, STORE_U>(v0, v1);
           out[j][h] = pack_pair(v0, v1);
         }
-      constexpr bool BOTH = EPILOGUE == 1 && STORE_U;
+      if (EPILOGUE == 1 && CODED) write_codes(slope, x, y);
+      constexpr bool BOTH = EPILOGUE == 1 && STORE_U && !CODED;
       wait_sent<BOTH ? 0 : 1>(lane);
       if (BOTH) panel(1).write(slope);
       const Panel target = panel(BOTH ? 0 : i & 1);
@@ -111,6 +127,18 @@ struct Consumer {
         store_2d(p.d, target.address, x, y);
         store_commit();
       }
+    }
+  }
+
+  RL_D void write_codes(const u32 (&slope)[8][2], int x, int y) const {
+    uint4* const mine =
+        p.codes + (static_cast<i64>(code_tile(x, y, p.n)) * CODE_TILE_BYTES + warp * WARP_CODES) / 16 + lane;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 codes[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) codes[j] = encode_slopes(slope[4 * half + j][0], slope[4 * half + j][1]);
+      mine[half * (HALF_CODES / 16)] = uint4{codes[0], codes[1], codes[2], codes[3]};
     }
   }
 
@@ -127,7 +155,8 @@ struct Consumer {
       float terms[2][2];
       if (EPILOGUE == 4) load_terms(terms, y);
       barrier_wait(bar.c_full(group, warp, i), phase);
-      here.read(c);
+      if (READS_CODES) here.read_codes(c);
+      else here.read(c);
       if (EPILOGUE == 3) multiply(c, v, 8 * (i % N_HALVES));
       if (EPILOGUE == 2) add_residual(c, v, 8 * (i % N_HALVES), x, y);
       if (EPILOGUE == 4) add_terms(c, v, terms);

@@ -10,7 +10,8 @@
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
 //             3 D = acc · C, with column sums of D   4 D = factor · acc + α + β C, with a row's α and β
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2).
-//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
+//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in; or with CODED in 8 bits in an order
+//   of the kernel's own (slope_codes.cuh).
 #include "gemm_epilogue.cuh"
 
 RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 barrier) {
@@ -119,10 +120,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
              const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
              const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
              const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample,
-             int first_sample, const float* factor, const float* terms, int m) {
+             int first_sample, const float* factor, const float* terms, int m, uint4* codes) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
-  Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, terms, m, 1.f};
+  Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, terms, m, 1.f, codes};
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);

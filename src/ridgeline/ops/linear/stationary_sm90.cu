@@ -11,15 +11,16 @@
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
 //             3 D = acc · C, with column sums of D
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
-//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
+//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in; or with CODED in 8 bits in an order
+//   of the kernel's own (slope_codes.cuh).
 //   A norm without a pass of its own (stationary_rows.cuh):
 //   STATS (epilogue 2): each row's sum and sum of squares over 64 columns of D are left beside it.
 //   NORM (epilogues 0 and 1): A is a residual stream, B is W', the bias b' in fp32, acc / σ + b' takes the place of acc + bias.
 //   SCALED (epilogue 3): D's rows times 1 / σ of a norm's rows, with column sums of D before that.
 #include "stationary_layout.cuh"
 
-#include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
+#include "slope_codes.cuh"
 #include "stationary_rows.cuh"
 
 // B of each warpgroup, then the segment's rows of A, all through one ring.
@@ -58,8 +59,10 @@ RL_D void produce_beside(const Problem& p, const Rows& rows, const int4* schedul
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
           barrier_wait(bar.c_empty(group, buffer), before);
-          barrier_expect(bar.c_full(group, buffer), TILE_BYTES);
-          copy_2d(c_tile(smem, group, buffer), p.c, now.column(group), now.row(tile), bar.c_full(group, buffer));
+          barrier_expect(bar.c_full(group, buffer), C_BYTES);
+          int x = now.column(group), y = now.row(tile);
+          if (CODED) y = code_tile(x, y, p.n) * (CODE_TILE_BYTES / 128), x = 0;
+          copy_2d(c_tile(smem, group, buffer), p.c, x, y, bar.c_full(group, buffer));
         }
       if (BY_ROW) {
         const RowScales mine = next;
@@ -117,7 +120,10 @@ struct Consumer {
   int sent = 0;        // tiles
   u32 weights[4 * K_CHUNKS][4];
   float bias[2], sums[2];
-  u32 c[4];            // of two parts
+  u32 c[4];            // of two parts; with CODED of four, or what is written of four
+  u32 code;            // where they lie in a tile of codes in shared memory, of the first half of its rows
+  uint4* codes;        // where they go in the next tile to be written
+  int codes_step;
   float scales[2][2];  // BY_ROW: 1 / σ of both rows of a part, and of the next part's
   Mask mask;
   DropoutKeys keys[2];  // of the sample that the tile's first row belongs to, and of the next
@@ -193,27 +199,34 @@ struct Consumer {
     scales[j & 1][0] = from_bits(v.x), scales[j & 1][1] = from_bits(v.y);
   }
 
+  RL_D void load_codes(int half) {
+    const u32 tile = c_tile(smem, group, sent & 1) + half * HALF_CODES;
+    const uint4 v = load_shared_16(tile + (code ^ half * 64));
+    c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
+  }
+
   // Eight rows of a tile: columns lane / 4 (+ 8), rows 8 j + 2 (lane % 4) (+ 1).
   RL_D void part(float (&acc)[32], int j, int column, int row) {
     if (EPILOGUE == 2 && DROPOUT && j == 0) begin_mask(row);
     if (EPILOGUE == 2 && DROPOUT && j % 4 == 0) draw(j, column);
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
-    if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
-    if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+    if (CODED && READS_C && j % 4 == 0) load_codes(j / 4);
+    if (!CODED && READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (BY_ROW && j == 0) {
       barrier_wait(bar.rows_full(sent & 1), sent >> 1 & 1);
       load_scales(0);
     }
     if (BY_ROW && j < 7) load_scales(j + 1);
     const float(&by_row)[2] = scales[j & 1];
-    if (BY_ROW && j == 6) {
-      sync_warp();
-      if (lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
+    if (j == 6 && (READS_C || BY_ROW)) {  // all of both has been read
+      if (CODED || BY_ROW) sync_warp();
+      if (READS_C && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+      if (BY_ROW && lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
     }
     u32 out[2], slope[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const u32 here = c[2 * (j & 1) + h];
+      const u32 here = !CODED ? c[2 * (j & 1) + h] : h ? decode_slopes<1>(c[j & 3]) : decode_slopes<0>(c[j & 3]);
       float v0 = acc[4 * j + 2 * h], v1 = acc[4 * j + 2 * h + 1];
       if (EPILOGUE == 3) {
         v0 *= half_low(here), v1 *= half_high(here);
@@ -238,6 +251,11 @@ struct Consumer {
     if (j == 0) barrier_wait(bar.vacant(group, sent & 1), (sent >> 1 & 1) ^ 1);
     store_matrix_pair_transposed(staging(smem, group, sent & 1, 0) + place, out[0], out[1]);
     if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
+    if (CODED && EPILOGUE == 1) {
+      c[j & 3] = encode_slopes(slope[0], slope[1]);
+      if (j % 4 == 3) codes[j / 4 * (HALF_CODES / 16)] = uint4{c[0], c[1], c[2], c[3]};
+      if (j == 7) codes += codes_step;
+    }
   }
   RL_D void send() {  // the tile is whole
     fence_async();
@@ -295,11 +313,15 @@ struct Consumer {
     }
   }
 
-  RL_D void consume(const int4* schedule, const u16* bias_pointer, const Rows& rows, float* partials) {
+  RL_D void consume(const int4* schedule, const u16* bias_pointer, const Rows& rows, float* partials, uint4* my_codes) {
     float even[32], odd[32];
     for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
       const int column = now.column(group), count = now.count();
       load_weights(bias_pointer, rows, column);
+      if (CODED && EPILOGUE == 1) {
+        codes = my_codes + static_cast<i64>(code_tile(column, now.row(0), p.n)) * (CODE_TILE_BYTES / 16);
+        codes_step = now.s.z * code_tiles(p.n) * (CODE_TILE_BYTES / 16);
+      }
       tile<false>(even, odd, column, 0);
       int next = 1;
       for (; next + 1 < count; next += 2) {
@@ -322,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
                const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
                const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample,
-               float2* shares, const float* rstd, const float* shift, int count) {
+               float2* shares, const float* rstd, const float* shift, int count, uint4* codes) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
@@ -362,9 +384,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int quarter = lane >> 3;
     Consumer me{p, smem, bar, group, warp, lane,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
+    if (CODED) me.code = WARP_CODES * warp + swizzle128(lane >> 3, lane & 7);
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
                  first_sample};
-    me.consume(schedule, bias, rows, partials);
+    me.consume(schedule, bias, rows, partials, codes + WARP_CODES / 16 * warp + lane);
   }
 }
