@@ -121,11 +121,18 @@ def test_a_search():
 
 def test_an_inversion():
     ways = [samples.result(name, ms, 32, 256) for name, ms in (("a:eager", 4.0), ("b:compile", 3.0))]
-    record = samples.record("study", "a", 32, 256, contenders=ways)
-    text = studied.inversion([study(), record])
-    assert text.splitlines()[4].startswith("| `b:compile` | 3.000 | ")
-    assert text.splitlines()[5].startswith("| `a:eager` | 4.000 | ")
-    assert studied.inversion([study()]) == studied.MISSING
+    told = {"eager": "a", "compiled": "b", "way": "compile", "ratio": 0.75, "low": 0.7, "high": 0.8, "inverted": False}
+    rows = [told, {**told, "way": "compile+graph", "high": 1.1, "inverted": None}]
+    curves = [{"figure": "inversion", "name": "inversion", "rows": rows}]
+    record = samples.record("study", "a", 32, 256, contenders=ways, curves=curves)
+    lines = studied.inversion([study(), record]).splitlines()
+    assert lines[4].startswith("| `b:compile` | 3.000 | ")
+    assert lines[5].startswith("| `a:eager` | 4.000 | ")
+    assert lines[-2:] == [
+        "| `a` | `b:compile` | 0.75 | 0.70 to 0.80 | no |",
+        "| `a` | `b:compile+graph` | 0.75 | 0.70 to 1.10 | not told apart |",
+    ]
+    assert studied.inversion([study(), replace(record, gpus=0)]) == studied.MISSING
 
 
 def test_long_windows_stand_beside_the_accounting():

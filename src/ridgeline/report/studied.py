@@ -135,20 +135,32 @@ def searched(records: Sequence[Record]) -> str:
 
 
 def inversion(records: Sequence[Record]) -> str:
-    """Two models eagerly and compiled, and whether the first eagerly beats the second compiled."""
-    record = next((r for r in records if r.gpus and r.kind == "study" and _is_inversion(r)), None)
+    """Two models eagerly and compiled, and whether either eagerly beats the other compiled."""
+    record = next((r for r in records if r.gpus and curves_of(r, "inversion")), None)
     if record is None:
         return MISSING
     ways = sorted(record.contenders, key=lambda result: result.step_ms or 0.0)
-    rows = [
-        [words(f"`{way.name}`"), number(way.step_ms, ".3f"), number(way.spread, ".1%"), quantity(way.tokens_per_s)]
-        for way in ways
-    ]
-    return f"{_where(record)}\n\n{Table(headers=('model and way', 'ms', 'spread', 'tokens/s'), rows=rows).markdown()}"
-
-
-def _is_inversion(record: Record) -> bool:
-    return {result.name.rpartition(":")[2] for result in record.contenders} == {"eager", "compile"}
+    times = Table(
+        headers=("model and way", "ms", "spread", "tokens/s"),
+        rows=[
+            [words(f"`{way.name}`"), number(way.step_ms, ".3f"), number(way.spread, ".1%"), quantity(way.tokens_per_s)]
+            for way in ways
+        ],
+    )
+    answers = Table(
+        headers=("run eagerly", "against", "times as fast", "95 % over rounds", "inverted"),
+        rows=[
+            [
+                words(f"`{row['eager']}`"),
+                words(f"`{row['compiled']}:{row['way']}`"),
+                number(row["ratio"], ".2f"),
+                words(f"{row['low']:.2f} to {row['high']:.2f}"),
+                words({True: "yes", False: "no", None: "not told apart"}[row["inverted"]]),
+            ]
+            for row in _rows(record, "inversion")
+        ],
+    )
+    return f"{_where(record)}\n\n{times.markdown()}\n\n{answers.markdown()}"
 
 
 def divergence(records: Sequence[Record]) -> str:
