@@ -38,7 +38,7 @@ STARTED: list = []
 CLOCK_S, RECORD_S = 12, 9  # kept for what is timed, and for its records
 ALONE_S = {"inversion": 48, "search": 66, "confirm": 34}
 FAST, BOXER, TARGET, SEEDS, TRIAL_S = "shakespeare-fast", "boxing-fast", 1.4697, 3, 1.8
-KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "search.db")
+KEPT = ("result.json", "record.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "search.db")
 RECIPES = (
     "optimizer.algorithm=adamw+optimizer.lr=2e-3+steps=2400",
     "positions=learned",
