@@ -205,8 +205,8 @@ def interleaved(graphs, rounds=9, repeats=10):
     return {key: statistics.median(values) for key, values in times.items()}
 
 
-def block(name):
-    m, B, T = model_of(name, "fused")
+def passes(m, B, T):
+    """Both passes of a decoder's blocks with its first and last norm, their weights' sinks, and the buffer of those."""
     m = m.cuda().bfloat16().train()
     state = DropoutState(torch.tensor([3, 4], device="cuda"), 0)
     x = torch.randn(B, T, m.config.decoder.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -225,6 +225,12 @@ def block(name):
         torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
         join(sinks)
 
+    return step, sinks, flat
+
+
+def block(name):
+    m, B, T = model_of(name, "fused")
+    step, sinks, flat = passes(m, B, T)
     graphs, first, sums = {}, {}, {}
     for key, (early, changes) in variants(name).items():
         try:
