@@ -87,14 +87,9 @@ def all_variants(name):
     if config.width != 256:
         chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
         unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}
-        half = {"half slopes": (True, dict(coded=False))}
-        return {
-            "early": (True, {}),
-            **half,
-            **unfolded,
-            "sums apart": (True, dict(sums_at_once=False)),
-            "late": (False, {}),
-        }
+        half = {"half slopes": (True, dict(coded=False)), "late half": (False, dict(coded=False))}
+        sums = {"sums apart": (True, dict(sums_at_once=False))}
+        return {"early": (True, {}), **unfolded, **sums, "late": (False, {}), **half}
     return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
 

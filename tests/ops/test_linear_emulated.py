@@ -59,7 +59,7 @@ CASES = [
     Case(450, 264, 72, "factor", Config(tile_m=64), transposed_b=True, units=2, seed=13, late=True, coded=True),
     Case(390, 200, 136, "factor", Config(), transposed_b=True, units=2, seed=14, coded=True),
 ]
-PARAMETERS = ", const float* factor, const float* terms, int rows, uint4* codes"
+PARAMETERS = ", const float* factor, const float* terms, int rows"
 FACTOR = 0.7
 PANEL = (16, 64)
 
@@ -76,15 +76,16 @@ def run(
     out = aligned(M, N).fill_(float("nan"))
     sums = torch.zeros(slots * 8, N)
     b_box = (64, 64) if case.transposed_b else (config.tile_n, 64)
-    c_map = (code_lines(codes), (gemm.PANEL_LINES, LINE)) if case.coded else (c, PANEL)
-    maps = emulation.maps((a, (config.tile_m, 64)), (b, b_box), c_map, (out, PANEL), (slope, PANEL))
+    c_map, slope_map = (c, PANEL), (slope, PANEL)
+    if case.coded:
+        c_map = slope_map = (code_lines(codes), (gemm.PANEL_LINES, LINE))
+    maps = emulation.maps((a, (config.tile_m, 64)), (b, b_box), c_map, (out, PANEL), slope_map)
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
     factor = ctypes.c_float(FACTOR)
-    fault = emulation.compile(source("gemm", PARAMETERS, ", factor, terms, rows, codes"), macros, gemm.SOURCE.parent)(
+    fault = emulation.compile(source("gemm", PARAMETERS, ", factor, terms, rows"), macros, gemm.SOURCE.parent)(
         ctypes.byref(maps), pointer(schedule), schedule.shape[1], pointer(bias), pointer(sums), pointer(seed_step),
         numbers, scale, len(schedule), case.seed, int(case.late), ctypes.byref(factor), pointer(terms), M,
-        pointer(codes),
     )  # fmt: skip
     assert fault is None
     return out, sums.sum(0)

@@ -28,9 +28,9 @@ from ridgeline.ops.linear.codes import LINE, LINES
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.norm.reference import NormKind, norm_reference
 
-PARAMETERS = ", void* const* beside, int count, uint4* codes"
+PARAMETERS = ", void* const* beside, int count"
 ARGUMENTS = """, static_cast<float2*>(beside[0]), static_cast<const float*>(beside[1]),
-         static_cast<const float*>(beside[2]), count, codes"""
+         static_cast<const float*>(beside[2]), count"""
 EPS = 1e-5
 TILE_BOX = (64, 64)
 
@@ -133,21 +133,20 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     out = aligned(M, N).fill_(float("nan"))
     c, slope = beside(form, M, N)
     codes = coded(c, streaming=False)
-    c, c_map = (
-        (decoded(codes, M, N, streaming=False), (code_lines(codes), (LINES, LINE)))
-        if case.coded
-        else (c, (c, TILE_BOX))
-    )
+    c_map, slope_map = (c, TILE_BOX), (slope, TILE_BOX)
+    if case.coded:
+        c = decoded(codes, M, N, streaming=False)
+        c_map = slope_map = (code_lines(codes), (LINES, LINE))
     schedule, slots = scheduled(-(-M // stationary.TILE), -(-N // stationary.COLUMNS), case.units)
     sums, beside_norm = torch.zeros(slots, N), Beside(case, a)
     weights = beside_norm.weights(b, bias)
-    maps = emulation.maps((a, TILE_BOX), (weights, TILE_BOX), c_map, (out, TILE_BOX), (slope, TILE_BOX))
+    maps = emulation.maps((a, TILE_BOX), (weights, TILE_BOX), c_map, (out, TILE_BOX), slope_map)
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
     macros = stationary.defines(K, form, case.norm is not None)
     fault = emulation.compile(source("stationary", PARAMETERS, ARGUMENTS), macros, stationary.SOURCE.parent)(
         ctypes.byref(maps), pointer(schedule), schedule.shape[1], pointer(bias), pointer(sums), pointer(seed_step),
-        numbers, scale, len(schedule), case.seed, int(case.late), beside_norm.pointers(), M, pointer(codes),
+        numbers, scale, len(schedule), case.seed, int(case.late), beside_norm.pointers(), M,
     )  # fmt: skip
     assert fault is None
     right, right_slope = expected(form, beside_norm.normed(a), b, bias, c)

@@ -26,8 +26,8 @@ def is_coded(slope: Tensor | None) -> bool:
     return slope is not None and slope.dtype == torch.uint8
 
 
-def read_map(x: Tensor, box: tuple[int, int], lines: int) -> bytes:
-    """The copy engine's map of what an epilogue reads: of codes `lines` lines at a time, else a box of a matrix."""
+def matrix_map(x: Tensor, box: tuple[int, int], lines: int) -> bytes:
+    """The copy engine's map of a matrix, a box at a time, or of codes, `lines` lines at a time."""
     if not is_coded(x):
         return tensor_map(x, box)
     return tensor_map(x.view(torch.float16).view(-1, LINE), (lines, LINE))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.dropout import quantise
-from ridgeline.ops.linear.codes import is_coded, read_map
+from ridgeline.ops.linear.codes import is_coded, matrix_map
 from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "gemm_sm90.cu"
@@ -192,7 +192,7 @@ def defines(config: Config, K: int, form: Form) -> dict[str, int]:
 def _kernel(device: int, config: Config, K: int, form: Form) -> tuple[cuda.Kernel, int]:
     """The loaded kernel for the current device, and its bytes of dynamic shared memory."""
     macros = defines(config, K, form)
-    kernel = cuda.load(SOURCE, macros).kernel("gemm", KINDS + "PPiP", patient=True)
+    kernel = cuda.load(SOURCE, macros).kernel("gemm", KINDS + "PPi", patient=True)
     return kernel, config.smem(form.reads_c, macros["STAGES"])
 
 
@@ -247,12 +247,11 @@ def gemm(
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     map_d = cuda.tensor_map(out_MN, panel)
     reads = terms.c_MN if terms is not None else residual_MN if factor_MN is None else factor_MN
-    map_c = map_d if reads is None else read_map(reads, panel, PANEL_LINES)
-    map_u = map_d if slope_MN is None or form.coded else cuda.tensor_map(slope_MN, panel)
+    map_c, map_u = (map_d if x is None else matrix_map(x, panel, PANEL_LINES) for x in (reads, slope_MN))
     sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if factor_MN is not None else None
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N),
-        *((None, None) if terms is None else (terms.factor_1, terms.terms_2M)), M, slope_MN if form.coded else None,
+        *((None, None) if terms is None else (terms.factor_1, terms.terms_2M)), M,
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, smem, arguments)
     return sums

@@ -7,7 +7,7 @@
 
 // ---- epilogues, one panel (16 rows × 64 columns) a warp at a time; thread (row l / 4 + 8 h, columns 8 j + 2 (l % 4) + e)
 
-constexpr bool READS_CODES = CODED && EPILOGUE == 3;
+constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_CODES = CODED && EPILOGUE == 3;
 
 struct Panel {
   u32 address;  // in shared memory
@@ -29,10 +29,22 @@ struct Panel {
       values[j][0] = m[0], values[j][1] = m[1], values[j + 1][0] = m[2], values[j + 1][1] = m[3];
     }
   }
+  RL_D u32 code_place(int half) const {
+    return address + half * HALF_CODES + (swizzle128(lane >> 3, lane & 7) ^ half * 64);
+  }
+  RL_D void write_codes(const u32 (&slopes)[8][2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 codes[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) codes[j] = encode_slopes(slopes[4 * half + j][0], slopes[4 * half + j][1]);
+      store_shared_16(code_place(half), codes[0], codes[1], codes[2], codes[3]);
+    }
+  }
   RL_D void read_codes(u32 (&slopes)[8][2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint4 v = load_shared_16(address + half * HALF_CODES + (swizzle128(lane >> 3, lane & 7) ^ half * 64));
+      const uint4 v = load_shared_16(code_place(half));
       const u32 codes[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -81,6 +93,7 @@ struct Consumer {
     const int index = READS_C ? warp * PANELS + i : (group * 4 + warp) * 2 + i;
     return {smem + PANEL_POOL + index * PANEL_BYTES, lane};
   }
+  RL_D int codes_of(int x, int y) const { return code_line(x, y, p.n) + warp * (WARP_CODES / ROW_BYTES); }  // lines
   RL_D void load_bias(const u16* pointer, int column) {
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
@@ -94,9 +107,9 @@ struct Consumer {
   RL_D void fetch_c(int reader, int i, int column, int row) const {
     const u32 full = bar.c_full(reader, warp, i);
     barrier_expect(full, READS_CODES ? WARP_CODES : PANEL_BYTES);
-    int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES) + 16 * warp;
-    if (READS_CODES) y = (code_tile(x, y, p.n) * CODE_TILE_BYTES + warp * WARP_CODES) / ROW_BYTES, x = 0;
-    copy_2d(panel(i).address, p.c, x, y, full);
+    const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES);
+    if (READS_CODES) copy_2d(panel(i).address, p.c, 0, codes_of(x, y), full);
+    else copy_2d(panel(i).address, p.c, x, y + 16 * warp, full);
   }
 
   // Epilogues 0 and 1. Arithmetic comes before the waits, so that panels sent earlier have had time to leave.
@@ -115,30 +128,17 @@ struct Consumer {
           if (EPILOGUE == 1) slope[j][h] = activate<GELU_TANH, STORE_U>(v0, v1);
           out[j][h] = pack_pair(v0, v1);
         }
-      if (EPILOGUE == 1 && CODED) write_codes(slope, x, y);
-      constexpr bool BOTH = EPILOGUE == 1 && STORE_U && !CODED;
       wait_sent<BOTH ? 0 : 1>(lane);
-      if (BOTH) panel(1).write(slope);
+      if (BOTH && CODED) panel(1).write_codes(slope);
+      if (BOTH && !CODED) panel(1).write(slope);
       const Panel target = panel(BOTH ? 0 : i & 1);
       target.write(out);
       publish();
       if (lane == 0) {
-        if (BOTH) store_2d(p.u, panel(1).address, x, y);
+        if (BOTH) store_2d(p.u, panel(1).address, CODED ? 0 : x, CODED ? codes_of(x, y) : y);
         store_2d(p.d, target.address, x, y);
         store_commit();
       }
-    }
-  }
-
-  RL_D void write_codes(const u32 (&slope)[8][2], int x, int y) const {
-    uint4* const mine =
-        p.codes + (static_cast<i64>(code_tile(x, y, p.n)) * CODE_TILE_BYTES + warp * WARP_CODES) / 16 + lane;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 codes[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) codes[j] = encode_slopes(slope[4 * half + j][0], slope[4 * half + j][1]);
-      mine[half * (HALF_CODES / 16)] = uint4{codes[0], codes[1], codes[2], codes[3]};
     }
   }
 

@@ -53,5 +53,4 @@ struct Problem {  // what every part of the kernel needs to know of its operands
   const float* terms;  // epilogue 4: α of every row, then β
   int m;
   float factor;
-  uint4* codes;
 };

@@ -120,10 +120,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
              const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
              const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
              const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample,
-             int first_sample, const float* factor, const float* terms, int m, uint4* codes) {
+             int first_sample, const float* factor, const float* terms, int m) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
-  Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, terms, m, 1.f, codes};
+  Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, terms, m, 1.f};
   const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);

@@ -12,8 +12,16 @@ constexpr u32 CODES_A_UNIT = 0x5a185a18u, CODE_ORIGIN = 0x64206420u;  // (195, 1
 constexpr u32 CODE_STEP = 0x1d401d40u, ORIGIN_STEPS = 0xc56ac56au;    // (42 / 8192, …), (-1056 · 42 / 8192, …)
 
 constexpr int CODE_TILE_BYTES = 4096, WARP_CODES = 1024, HALF_CODES = 512;  // bytes
-RL_HD int code_tiles(int columns) { return 2 * ceil_div(columns, 128); }     // of 64 rows
-RL_HD int code_tile(int x, int y, int columns) { return y / 64 * code_tiles(columns) + x / 64; }
+// The line of 128 bytes where the tile of column x and row y begins.
+RL_HD int code_line(int x, int y, int columns) {
+  return (y / 64 * (2 * ceil_div(columns, 128)) + x / 64) * (CODE_TILE_BYTES / 128);
+}
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+#endif
 
 // Four codes of two pairs of slopes in half precision, the first pair lowest.
 RL_HD u32 encode_slopes(u32 first, u32 second) {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
-from ridgeline.ops.linear.codes import LINES, is_coded, read_map
+from ridgeline.ops.linear.codes import LINES, is_coded, matrix_map
 from ridgeline.ops.linear.folded import FoldedNorm, FoldedWeights
 from ridgeline.ops.linear.gemm import KINDS as SHARED_KINDS
 from ridgeline.ops.linear.gemm import Form, mask_arguments, plan_of
@@ -25,17 +25,16 @@ COLUMNS = 2 * TILE  # of a block
 LARGEST_K = 512
 LEAST_SAMPLE = TILE  # rows of a sample under dropout: a tile meets two samples at most
 BARRIER_BYTES = 2048  # and the rows' numbers of a norm
-KINDS = SHARED_KINDS + "PPPiP"
+KINDS = SHARED_KINDS + "PPPi"
 
 
 def _beside(macros: Mapping[str, int]) -> int:
     """Bytes in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup.
 
-    Slopes in codes are written from registers, and take half a tile where they are read.
+    Slopes in codes take half a tile.
     """
-    coded = macros["CODED"]
-    tiles = 4 * (1 + (macros["STORE_U"] and not coded)) + (4 >> coded if macros["EPILOGUE"] >= 2 else 0)
-    return tiles * TILE_BYTES + BARRIER_BYTES
+    other = TILE_BYTES >> macros["CODED"]  # slopes or C
+    return 4 * (TILE_BYTES + other * (macros["STORE_U"] + (macros["EPILOGUE"] >= 2))) + BARRIER_BYTES
 
 
 def smem(macros: Mapping[str, int]) -> int:
@@ -106,15 +105,14 @@ def stationary(
     kernel, size = _kernel(a_MK.get_device(), K, form, norm is not None)
     plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
     map_a, map_b, map_d = (cuda.tensor_map(x, (TILE, TILE)) for x in (a_MK, b, out_MN))
-    map_c = map_d if reads is None else read_map(reads, (TILE, TILE), LINES)
-    map_u = map_d if slope_MN is None or form.coded else cuda.tensor_map(slope_MN, (TILE, TILE))
+    map_c, map_u = (map_d if x is None else matrix_map(x, (TILE, TILE), LINES) for x in (reads, slope_MN))
     sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if factor_MN is not None else None
     beside: Sequence[cuda.Argument] = (None, None, None, M)
     if norm is not None:
         beside = (norm.shares_SM2, norm.rstd_M, None if folded is None else folded.bias_M, M)
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N),
-        *beside, slope_MN if form.coded else None,
+        *beside,
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, size, arguments)
     return sums

@@ -60,9 +60,9 @@ RL_D void produce_beside(const Problem& p, const Rows& rows, const int4* schedul
         for (int group = 0; group < GROUPS; ++group) {
           barrier_wait(bar.c_empty(group, buffer), before);
           barrier_expect(bar.c_full(group, buffer), C_BYTES);
-          int x = now.column(group), y = now.row(tile);
-          if (CODED) y = code_tile(x, y, p.n) * (CODE_TILE_BYTES / 128), x = 0;
-          copy_2d(c_tile(smem, group, buffer), p.c, x, y, bar.c_full(group, buffer));
+          const int x = now.column(group), y = now.row(tile);
+          copy_2d(c_tile(smem, group, buffer), p.c, CODED ? 0 : x, CODED ? code_line(x, y, p.n) : y,
+                  bar.c_full(group, buffer));
         }
       if (BY_ROW) {
         const RowScales mine = next;
@@ -85,7 +85,8 @@ RL_D void deliver(const Problem& p, const Rows& rows, const int4* schedule, u32 
       barrier_wait(bar.staged(group, buffer), sent >> 1 & 1);
       if (lane == 0) {
         store_2d(p.d, staging(smem, group, buffer, 0), column, row);
-        if (BOTH) store_2d(p.u, staging(smem, group, buffer, 1), column, row);
+        if (BOTH)
+          store_2d(p.u, staging(smem, group, buffer, 1), CODED ? 0 : column, CODED ? code_line(column, row, p.n) : row);
         store_commit();
         store_wait_read<1>();
         if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
@@ -121,9 +122,7 @@ struct Consumer {
   u32 weights[4 * K_CHUNKS][4];
   float bias[2], sums[2];
   u32 c[4];            // of two parts; with CODED of four, or what is written of four
-  u32 code;            // where they lie in a tile of codes in shared memory, of the first half of its rows
-  uint4* codes;        // where they go in the next tile to be written
-  int codes_step;
+  u32 code;            // where this lane's codes of the first half of rows lie in a tile
   float scales[2][2];  // BY_ROW: 1 / σ of both rows of a part, and of the next part's
   Mask mask;
   DropoutKeys keys[2];  // of the sample that the tile's first row belongs to, and of the next
@@ -199,18 +198,17 @@ struct Consumer {
     scales[j & 1][0] = from_bits(v.x), scales[j & 1][1] = from_bits(v.y);
   }
 
-  RL_D void load_codes(int half) {
-    const u32 tile = c_tile(smem, group, sent & 1) + half * HALF_CODES;
-    const uint4 v = load_shared_16(tile + (code ^ half * 64));
-    c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
-  }
+  RL_D u32 code_place(u32 tile, int half) const { return tile + half * HALF_CODES + (code ^ half * 64); }  // swizzled
 
   // Eight rows of a tile: columns lane / 4 (+ 8), rows 8 j + 2 (lane % 4) (+ 1).
   RL_D void part(float (&acc)[32], int j, int column, int row) {
     if (EPILOGUE == 2 && DROPOUT && j == 0) begin_mask(row);
     if (EPILOGUE == 2 && DROPOUT && j % 4 == 0) draw(j, column);
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
-    if (CODED && READS_C && j % 4 == 0) load_codes(j / 4);
+    if (CODED && READS_C && j % 4 == 0) {
+      const uint4 v = load_shared_16(code_place(c_tile(smem, group, sent & 1), j / 4));
+      c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
+    }
     if (!CODED && READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (BY_ROW && j == 0) {
       barrier_wait(bar.rows_full(sent & 1), sent >> 1 & 1);
@@ -250,11 +248,10 @@ struct Consumer {
     const u32 place = matrix + j * 1024;
     if (j == 0) barrier_wait(bar.vacant(group, sent & 1), (sent >> 1 & 1) ^ 1);
     store_matrix_pair_transposed(staging(smem, group, sent & 1, 0) + place, out[0], out[1]);
-    if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
-    if (CODED && EPILOGUE == 1) {
+    if (BOTH && !CODED) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
+    if (BOTH && CODED) {
       c[j & 3] = encode_slopes(slope[0], slope[1]);
-      if (j % 4 == 3) codes[j / 4 * (HALF_CODES / 16)] = uint4{c[0], c[1], c[2], c[3]};
-      if (j == 7) codes += codes_step;
+      if (j % 4 == 3) store_shared_16(code_place(staging(smem, group, sent & 1, 1), j / 4), c[0], c[1], c[2], c[3]);
     }
   }
   RL_D void send() {  // the tile is whole
@@ -313,15 +310,11 @@ struct Consumer {
     }
   }
 
-  RL_D void consume(const int4* schedule, const u16* bias_pointer, const Rows& rows, float* partials, uint4* my_codes) {
+  RL_D void consume(const int4* schedule, const u16* bias_pointer, const Rows& rows, float* partials) {
     float even[32], odd[32];
     for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
       const int column = now.column(group), count = now.count();
       load_weights(bias_pointer, rows, column);
-      if (CODED && EPILOGUE == 1) {
-        codes = my_codes + static_cast<i64>(code_tile(column, now.row(0), p.n)) * (CODE_TILE_BYTES / 16);
-        codes_step = now.s.z * code_tiles(p.n) * (CODE_TILE_BYTES / 16);
-      }
       tile<false>(even, odd, column, 0);
       int next = 1;
       for (; next + 1 < count; next += 2) {
@@ -344,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                const __grid_constant__ TensorMap map_c, const __grid_constant__ TensorMap map_d,
                const __grid_constant__ TensorMap map_u, const int4* schedule, int segments, const u16* bias, float* partials,
                const i64* seed_step, int n, u32 site, u32 threshold, float scale, int rows_per_sample, int first_sample,
-               float2* shares, const float* rstd, const float* shift, int count, uint4* codes) {
+               float2* shares, const float* rstd, const float* shift, int count) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
@@ -388,6 +381,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
                  first_sample};
-    me.consume(schedule, bias, rows, partials, codes + WARP_CODES / 16 * warp + lane);
+    me.consume(schedule, bias, rows, partials);
   }
 }
