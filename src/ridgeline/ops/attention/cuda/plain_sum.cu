@@ -2,21 +2,28 @@
 #include "plain_spans.cuh"
 
 // sums: (B · heads / heads_per_part, key_parts, heads_per_part, blocks, 64 · D) in the order of accumulators. Grid:
-// B · heads · blocks, 128 threads each. column_sums: (…, width), whose first 4 · B · blocks rows get the sums over 16 rows of
-// dQ each.
+// blocks · B · heads, 128 threads each: tiles whose sums are there first come first. column_sums: (…, width), whose first
+// 4 · B · blocks rows get the sums over 16 rows of dQ each. notes: as the kernel that leaves the sums writes them.
 extern "C" __global__ void __launch_bounds__(128)
-    attention_plain_sum(const float* sums, rl::u16* dq, float* column_sums, int T, int heads, int heads_per_part, int key_parts,
-                        int q_pitch, int width, float scale) {
+    attention_plain_sum(const float* sums, rl::u16* dq, float* column_sums, const rl::u32* notes, int T, int heads,
+                        int heads_per_part, int key_parts, int q_pitch, int width, float scale) {
   using namespace rl;
-  const int blocks = ceil_div(T, 64), number = blockIdx.x / blocks, i = blockIdx.x - number * blocks;
+  const int blocks = ceil_div(T, 64), all = gridDim.x / blocks, i = blockIdx.x / all, number = blockIdx.x - i * all;
   const int batch = number / heads, head = number - batch * heads;
   const int part = number / heads_per_part, in_part = number - part * heads_per_part;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, t = 64 * i + 16 * warp;
   float d[D / 2];
 #pragma unroll
   for (int n = 0; n < D / 2; ++n) d[n] = 0.f;
-  wait_for_previous();
   let_next_start();
+  if (has_note(i, blocks)) {
+#pragma unroll 1
+    for (int k = lane; k < key_parts && SPAN * k <= i; k += WARP)
+      wait_until_given(notes + note_of(part * key_parts + k, heads_per_part, in_part, i, blocks));
+    sync_warp();
+  } else {
+    wait_for_previous();
+  }
 #pragma unroll 2
   for (int k = 0; k < key_parts && SPAN * k <= i; ++k) {
     const i64 tile = ((static_cast<i64>(part) * key_parts + k) * heads_per_part + in_part) * blocks + i;
