@@ -84,7 +84,7 @@ def run(folder, G, out):
     cut = lambda x: [y.unflatten(-1, (-1, D)) for y in x.split([H * D, G * D, G * D], -1)]
     do, o = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lse = torch.zeros(B * H * T + 2 * 132 * 8 * 64, device="cuda")
-    marks = {k: torch.zeros(c, 8, 64, dtype=torch.int64, device="cuda") for k, c in (("plain_backward", 132), ("plain_sum", 1024))}
+    marks = {k: torch.zeros(c, 8, 64, dtype=torch.int64, device="cuda") for k, c in (("plain_backward", 132), ("plain_sum", 2048))}
     real = plain.cuda.load
     class Marked:
         def __init__(s, k, name): s.k, s.name = k, name
@@ -127,7 +127,7 @@ def run(folder, G, out):
             print("TIMELINE", name, "keys waited for, there", [[few((v[:, g, m] - v[:, g, 3]).tolist()) for m in (6, 7)] for g in (0, 1)], flush=True)
         if k == "plain_sum":
             start = int(found["plain_backward"][:, :, 1][found["plain_backward"][:, :, 1] > 0].min())
-            ns = v[:, 0, [1, 5]].view(8, -1, 2) - start
+            ns = v[:1024, 0, [1, 5]].view(8, -1, 2) - start
             print("TIMELINE", name, "sum, by four tiles: entered and left, us after the backward's first block entered", [[round(x / 1000, 1) for x in few(ns[g, :, e].tolist())] for g in range(8) for e in (0, 1)], flush=True)
         report(f"{name} {k}", v, {"forward": range(4), "plain_backward": (0, 1, 3), "plain_sum": ()}[k], out)
 

@@ -31,10 +31,12 @@ extern "C" const char* run(const rl::TensorMap* m, const rl::u16* o, const float
 }
 """
 SUM = """#include "plain_sum.cu"
-extern "C" const char* run(const float* sums, rl::u16* dq, float* columns, const rl::u32* notes, const int* n,
+extern "C" const char* run(const float* sums, rl::u16* dq, float* columns, const rl::u32* notes,
+                           const float4* dk_parts, const float4* dv_parts, rl::u16* dk, rl::u16* dv, const int* n,
                            float scale, int grid) {
   return emulation::launch(grid, 128, 0, false, [=] {
-    attention_plain_sum(sums, dq, columns, notes, n[0], n[1], n[2], n[3], n[4], n[5], scale);
+    attention_plain_sum(sums, dq, columns, notes, dk_parts, dv_parts, dk, dv, n[0], n[1], n[2], n[3], n[4], n[5], n[6],
+                        n[7], n[8], scale);
   });
 }
 """
@@ -78,25 +80,23 @@ CASES = [
 ]
 
 
-def key_gradients(x: Spans, parts: list[torch.Tensor], dk: torch.Tensor, dv: torch.Tensor) -> list[torch.Tensor]:
-    """dK and dV, (B, T, G, D), whoever adds the shares of the query heads."""
-    return [dk, dv] if x.parts == 1 else [y.sum(2).transpose(1, 2) for y in parts]
-
-
-def add_queries(
+def add_parts(
     x: Spans,
     folder: Path,
     sums: torch.Tensor,
-    dq: torch.Tensor,
-    columns: torch.Tensor,
     notes: torch.Tensor,
+    columns: torch.Tensor,
+    parts: list[torch.Tensor],
+    gradients: tuple[torch.Tensor, ...],
     scale: float,
 ) -> None:
-    """The second kernel: dQ from the parts of a head's keys."""
+    """The second kernel: dQ from the parts of a head's keys, dK and dV from those of a key head's query heads."""
     library = compiled(folder, SUM, spans.defines(torch.bfloat16, sums=True), "sum")
-    numbers = (ctypes.c_int * 6)(x.T, x.H, x.shared, x.key_parts, dq.stride(1), columns.shape[1])
-    grid = x.B * x.H * x.blocks
-    pointers = map(pointer, (sums, dq, columns, notes))
+    dq, dk, dv = gradients
+    width = columns.shape[1]
+    numbers = (ctypes.c_int * 9)(x.T, x.H, x.shared, x.parts, x.key_parts, x.B, dq.stride(1), dk.stride(1), width)
+    grid = x.B * x.H * x.blocks + (-(-2 * dk.numel() // 512) if x.parts > 1 else 0)
+    pointers = map(pointer, (sums, dq, columns, notes, *parts, dk, dv))
     assert library.run(*pointers, numbers, ctypes.c_float(scale), grid) is None
 
 
@@ -137,8 +137,8 @@ def test_backward(x: Spans, tmp_path: Path) -> None:
     assert fault is None
     if x.key_parts > 1:
         check_notes(x, dq_sums, notes, noted)
-        add_queries(x, tmp_path, dq_sums, dq, columns, notes, problem.scale)
-    for found, expected in zip((dq, *key_gradients(x, parts, dk, dv)), problem.gradients, strict=True):
+        add_parts(x, tmp_path, dq_sums, notes, columns, parts, (dq, dk, dv), problem.scale)
+    for found, expected in zip((dq, dk, dv), problem.gradients, strict=True):
         assert error(found, expected) < 5e-3
     bias = torch.cat([y.sum((0, 1)).flatten() for y in problem.gradients])
     assert error(columns.sum(0), bias) < 5e-3

@@ -1,8 +1,8 @@
 """Backward of plain attention at head width 32 in one kernel, in CUDA C++ for Hopper.
 
 The plan is in cuda/plain_spans.cuh. Launches that write into given buffers. Where heads are few, several thread blocks
-share the keys of a head or the query heads of its keys; a second kernel then adds up dQ, most of it while the first one
-still runs, a third dK and dV.
+share the keys of a head or the query heads of its keys; a second kernel then adds up what they leave, most of dQ while the
+first one still runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
 
-_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiif", "PPPPiiiiiif"
+_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiif", "PPPPPPPPiiiiiiiiif"
 
 WIDTH = 32  # of a head
 SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgroups that compute with them
@@ -133,8 +133,12 @@ def backward(
     module.kernel("attention_plain_backward", _KINDS, patient=True).launch((grid,), THREADS, SMEM, arguments)
     if key_parts > 1:
         module = cuda.load(hopper.SOURCES / "plain_sum.cu", macros)
-        arguments = (dq_sums, dq_BTHD, column_sums, notes, T, H, shared, key_parts, q_pitch, (H + 2 * G) * D, scale)
+        arguments = (
+            dq_sums, dq_BTHD, column_sums, notes, heads[0], heads[1], dk_BTGD, dv_BTGD, T, H, shared, parts, key_parts, B,
+            q_pitch, kv_pitch, (H + 2 * G) * D, scale,
+        )  # fmt: skip
         kernel = module.kernel("attention_plain_sum", _SUM_KINDS, patient=True)
-        kernel.launch((blocks * B * H,), 128, 0, arguments)
-    if parts > 1:
+        of_keys = -(-2 * B * T * G * D // (4 * 128)) if parts > 1 else 0
+        kernel.launch((blocks * B * H + of_keys,), 128, 0, arguments)
+    elif parts > 1:
         hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)
