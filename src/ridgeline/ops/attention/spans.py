@@ -1,8 +1,8 @@
 """Backward of plain attention at head width 32 in one kernel, in CUDA C++ for Hopper.
 
 The plan is in cuda/plain_spans.cuh. Launches that write into given buffers. Where heads are few, several thread blocks
-share the keys of a head or the query heads of its keys; a second kernel then adds up what they leave, most of dQ while the
-first one still runs.
+share the keys of a head or the query heads of its keys; a second kernel then adds up what they leave, most of dQ while
+the first one still runs.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def backward(
     if key_parts > 1:
         module = cuda.load(hopper.SOURCES / "plain_sum.cu", macros)
         arguments = (
-            dq_sums, dq_BTHD, column_sums, notes, heads[0], heads[1], dk_BTGD, dv_BTGD, T, H, shared, parts, key_parts, B,
-            q_pitch, kv_pitch, (H + 2 * G) * D, scale,
+            dq_sums, dq_BTHD, column_sums, notes, heads[0], heads[1], dk_BTGD, dv_BTGD, T, H, shared, parts, key_parts,
+            B, q_pitch, kv_pitch, (H + 2 * G) * D, scale,
         )  # fmt: skip
         kernel = module.kernel("attention_plain_sum", _SUM_KINDS, patient=True)
         of_keys = -(-2 * B * T * G * D // (4 * 128)) if parts > 1 else 0
