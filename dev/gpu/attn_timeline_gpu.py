@@ -20,8 +20,8 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
         ("namespace rl {\n", "namespace rl {\n#define MARKS a.column_sums\n" + COMMON),
         ("  const Here p;\n  p.start();\n", "  const Here p;\n  ENTER();\n  p.start();\n  MARK(3);\n"),
         ("  const u32 queries = operand_at(p.pair(tile));\n", "  const u32 queries = operand_at(p.pair(tile));\n  MARK(8 + tile);\n"),
-        ("  wait_for_previous();\n  if (p.warp == 3) begin", "  WARP(8);\n  wait_for_previous();\n  WARP(9);\n  if (p.warp == 3) begin"),
-        ("  advance(-1);\n", "  WARP(10);\n  advance(-1);\n  WARP(13);\n"),
+        ("  wait_for_previous();\n  rows.load", "  WARP(8);\n  wait_for_previous();\n  WARP(9);\n  rows.load"),
+        ("  advance(-1);\n  if (p.warp == 3) begin_notes(a, p.lane);\n", "  advance(-1);\n  WARP(13);\n  if (p.warp == 3) begin_notes(a, p.lane);\n  WARP(10);\n"),
         ("      copy_tile(a, p, copied, copies);\n", "      copy_tile(a, p, copied, copies);\n      if (copies == 0) WARP(11);\n"),
         ("      p.wait_full(statistics);\n", "      p.wait_full(statistics);\n      if (statistics == 0) WARP(12);\n"),
         ("      p.arrive(p.ready(statistics));\n", "      p.arrive(p.ready(statistics));\n      if (statistics == 0) WARP(14);\n"),
@@ -122,7 +122,7 @@ def run(folder, G, out):
         print("TIMELINE", name, k, "from", int(times.min()) - zero, "to", int(times.max()) - zero, "ns after the forward began", flush=True)
         if k == "plain_backward":
             at = v[:, 2, 8:36].view(-1, 4, 7) - v[:, 2, 3].view(-1, 1, 1)
-            names = ("before the wait", "done", "begun", "first copy", "first tile", "advanced", "statistics")
+            names = ("before the wait", "done", "notes begun", "first copy", "first tile", "advanced", "statistics")
             print("TIMELINE", name, "who prepares, by warp, cycles from its start", {f"{n} {w}": few(at[:, w, i].tolist()) for i, n in enumerate(names) for w in range(4)}, flush=True)
             print("TIMELINE", name, "keys waited for, there", [[few((v[:, g, m] - v[:, g, 3]).tolist()) for m in (6, 7)] for g in (0, 1)], flush=True)
         if k == "plain_sum":

@@ -236,7 +236,6 @@ RL_D void prepare(const Arguments& a, const Here& p) {
   rows.start(a, p, known);
   if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
   wait_for_previous();
-  if (p.warp == 3) begin_notes(a, p.lane);
   rows.load(a, p);
   const auto advance = [&](int done) {  // once dS of a tile is there
 #pragma unroll 1
@@ -262,6 +261,7 @@ RL_D void prepare(const Arguments& a, const Here& p) {
     }
   };
   advance(-1);
+  if (p.warp == 3) begin_notes(a, p.lane);
 #pragma unroll 1
   for (int tile = 0; tile < copies; ++tile) {
     p.wait_square(tile);
