@@ -74,9 +74,12 @@ RL_D void give(u32* pointer, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 RL_D void wait_until_given(const u32* pointer) {
-  u32 found;
-  do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(pointer) : "memory");
-  while (found == 0);
+  while (true) {
+    u32 found;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(pointer) : "memory");
+    if (found) return;
+    asm volatile("nanosleep.u32 100;");
+  }
 }
 RL_D void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
