@@ -29,6 +29,17 @@ RL_D float over_rows(float x) {  // the sum over the eight lanes of a column
   return x + shuffle_xor(x, 16);
 }
 
+// d0 and d1 times d GELU / du at u0 and u1.
+RL_D void multiply_slopes(float& d0, float& d1, float u0, float u1) {
+  if (RL_FP16) {
+    d0 *= gelu_derivative<false>(u0), d1 *= gelu_derivative<false>(u1);
+    return;
+  }
+  u32 gate;
+  const u32 slopes = gelu_derivative_pair<false>(half_pair(u0, u1), gate);
+  d0 *= half_low(slopes), d1 *= half_high(slopes);
+}
+
 // A thread has rows lane / 4 + 8 h of its warp's sixteen, and columns 8 j + 2 (lane % 4) + e of every 64.
 struct Consumer {
   const Problem& p;
@@ -39,18 +50,15 @@ struct Consumer {
   float mean[2], scale[2];            // of this tile's rows: μ, r
   u32 earlier[E > 0 ? E_DEPTH / 16 : 1][4];
   u32 dl[V_DEPTH / 16][4];
-  u32 slope[INNER / 8][2];
+  u32 said[HEARD ? V_COLUMNS / 8 : 1][2];  // logits of this tile that are heard
+  float classes[V_COLUMNS / 4] = {}, losses = 0.f, counts = 0.f;  // sums over this thread's rows
 
   RL_D Consumer(const Problem& p, u32 smem, Barriers bar, int group, int warp, int lane)
       : p(p), smem(smem), bar(bar), group(group), warp(warp), lane(lane), quad(lane & 3) {
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       place[j] = swizzle128(16 * warp + (lane & 7) + 8 * (lane >> 3 & 1), 2 * j + (lane >> 4));
-    for (int i = lane; i < V_COLUMNS + 2; i += 32) store_shared_4(sum_at(i), 0);
-    __syncwarp();
   }
-  RL_D u32 sum_at(int i) const { return smem + SUMS + ((4 * group + warp) * (V_COLUMNS + 2) + i) * 4; }
-  RL_D void add_sum(int i, float x) const { store_shared_4(sum_at(i), as_bits(from_bits(load_shared_4(sum_at(i))) + x)); }
 
   RL_D int row_of(int first, int h) const { return first + 16 * warp + (lane >> 2) + 8 * h; }
 
@@ -177,7 +185,7 @@ struct Consumer {
         const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
         pairs[j][h] = pack_pair(v0, v1);
         float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
-        slope[8 * chunk + j][h] = activate<false, true>(u0, u1);
+        activate<false, false>(u0, u1);
         a[j][h] = pack_pair(u0, u1);
       }
     }
@@ -185,8 +193,7 @@ struct Consumer {
 #pragma unroll
     for (int k = 0; k < COLUMNS / 16; ++k) {
       const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
-      wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(smem + DOWN + chunk * DOWN_BYTES + 32 * k),
-                                    chunk + k > 0);
+      wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(smem + DOWN + chunk * DOWN_BYTES + 32 * k), 1);
     }
     wgmma_commit();
     store_pairs(pairs, p_tile(smem, group, chunk));
@@ -198,25 +205,30 @@ struct Consumer {
   // Loss, and the logits' gradients as an operand and in the narrow tile.
   RL_D void lose(float (&logits)[V_COLUMNS / 2], const int (&targets)[2], int first) {
     const u32 tile = narrow_tile(smem, group);
-    float loss[2], count[2];
 #pragma unroll
     for (int i = 0; i < V_DEPTH / 16; ++i)
 #pragma unroll
       for (int k = 0; k < 4; ++k) dl[i][k] = 0;
 #pragma unroll
+    for (int j = 0; j < V_COLUMNS / 8; ++j) {
+      const uint2 bias = load_shared_8(smem + BIAS + (8 * j + 2 * quad) * 4);  // -infinity behind the classes
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float &low = logits[4 * j + 2 * h], &high = logits[4 * j + 2 * h + 1];
+        low += from_bits(bias.x), high += from_bits(bias.y);
+        if (HEARD) said[j][h] = pack_pair(low, high);
+      }
+    }
+#pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = row_of(first, h), target = targets[h];
+      const int target = targets[h];
       const bool valid = target != IGNORE;
       float highest = -infinite(), total = 0.f, chosen = 0.f;
 #pragma unroll
       for (int i = 0; i < V_COLUMNS / 4; ++i) {
-        const int column = 8 * (i / 2) + 2 * quad + i % 2;
-        float& logit = logits[4 * (i / 2) + 2 * h + i % 2];
-        logit = column < V ? logit + unpack_one(p.down_bias[column < V ? column : 0]) : -infinite();
-        if (HEARD && row < p.rows && column < V)
-          p.heard[static_cast<i64>(row) * p.heard_stride + E + column] = pack_one(logit);
+        const float logit = logits[4 * (i / 2) + 2 * h + i % 2];
         highest = fmaxf(highest, logit);
-        if (column == target) chosen = logit;
+        if (8 * (i / 2) + 2 * quad + i % 2 == target) chosen = logit;
       }
       highest = quad_largest(highest), chosen = quad_sum(chosen);
 #pragma unroll
@@ -227,12 +239,13 @@ struct Consumer {
       }
       total = quad_sum(total);
       if (target < 0 || target >= V) chosen = from_bits(0x7fffffffu);
-      loss[h] = valid ? highest + LN_2 * log2_fast(total) - chosen : 0.f, count[h] = valid ? 1.f : 0.f;
+      if (valid) losses += highest + LN_2 * log2_fast(total) - chosen, counts += 1.f;
       const float share = valid ? reciprocal_fast(total) : 0.f;
 #pragma unroll
       for (int i = 0; i < V_COLUMNS / 4; ++i) {
         float& e = logits[4 * (i / 2) + 2 * h + i % 2];
         e = e * share - (valid && 8 * (i / 2) + 2 * quad + i % 2 == target ? 1.f : 0.f);
+        classes[i] += e;
       }
 #pragma unroll
       for (int j = 0; j < V_COLUMNS / 8; ++j) {
@@ -241,13 +254,18 @@ struct Consumer {
         store_shared_4(tile + swizzle128(row_of(0, h), j) + 4 * quad, pair);
       }
     }
+  }
+  // Behind the tile's last fence, which would wait for these stores.
+  RL_D void say(int first) const {
 #pragma unroll
-    for (int i = 0; i < V_COLUMNS / 4; ++i) {
-      const float total = over_rows(logits[4 * (i / 2) + i % 2] + logits[4 * (i / 2) + 2 + i % 2]);
-      if (lane < 4) add_sum(8 * (i / 2) + 2 * quad + i % 2, total);
+    for (int h = 0; h < 2; ++h) {
+      const int row = row_of(first, h);
+      u16* out = p.heard + static_cast<i64>(row) * p.heard_stride + E + 2 * quad;
+#pragma unroll
+      for (int i = 0; i < V_COLUMNS / 4; ++i)
+        if (row < p.rows && 8 * (i / 2) + 2 * quad + i % 2 < V)
+          out[8 * (i / 2) + i % 2] = static_cast<u16>(said[i / 2][h] >> 16 * (i % 2));
     }
-    const float losses = over_rows(loss[0] + loss[1]), counts = over_rows(count[0] + count[1]);
-    if (lane == 0) add_sum(V_COLUMNS, losses), add_sum(V_COLUMNS + 1, counts);
   }
 
   // q in v's place, and the rows' c1 and c2.
@@ -268,10 +286,11 @@ struct Consumer {
       const uint4 sc = vectors(chunk, j);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const u32 here = slope[8 * chunk + j][h];
-        const float du0 = x[4 * j + 2 * h] * half_low(here), du1 = x[4 * j + 2 * h + 1] * half_high(here);
+        const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
+        float du0 = x[4 * j + 2 * h], du1 = x[4 * j + 2 * h + 1];
+        multiply_slopes(du0, du1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
         c1[h] = fused_multiply_add(du0, from_bits(sc.x), fused_multiply_add(du1, from_bits(sc.z), c1[h]));
-        c2[h] = fused_multiply_add(du0, pair_low(v[j][h]), fused_multiply_add(du1, pair_high(v[j][h]), c2[h]));
+        c2[h] = fused_multiply_add(du0, v0, fused_multiply_add(du1, v1, c2[h]));
         q[j][h] = pack_pair(du0 * scale[h], du1 * scale[h]);
       }
     }
@@ -314,21 +333,30 @@ struct Consumer {
       barrier_wait(bar.narrow_free(group), phase ^ 1);
       write_side(deviation);
       barrier_wait(bar.a_free(group), phase ^ 1);
-#pragma unroll
-      for (int chunk = 0; chunk + 1 < CHUNKS; ++chunk) forward<64>(logits, chunk, phase);
-      forward<LAST>(logits, CHUNKS - 1, phase);
+      for (float& logit : logits) logit = 0.f;
+#pragma unroll 1
+      for (int chunk = 0; chunk < WHOLE; ++chunk) forward<64>(logits, chunk, phase);
+      if (WHOLE < CHUNKS) forward<LAST>(logits, WHOLE, phase);
       lose(logits, targets, tiles.row());
       publish(bar.narrow_ready(group));
       float c1[2] = {}, c2[2] = {};
-#pragma unroll
-      for (int chunk = 0; chunk + 1 < CHUNKS; ++chunk) backward<64>(c1, c2, chunk);
-      backward<LAST>(c1, c2, CHUNKS - 1);
+#pragma unroll 1
+      for (int chunk = 0; chunk < WHOLE; ++chunk) backward<64>(c1, c2, chunk);
+      if (WHOLE < CHUNKS) backward<LAST>(c1, c2, WHOLE);
       write_slopes(c1, c2, tiles.row());
+      if (HEARD) say(tiles.row());
     }
-    __syncwarp();
+    write_sums();
+  }
+  RL_D void write_sums() const {
     float* sums = p.sums + (group * 4 + warp) * p.sums_stride;
-    for (int i = lane; i < V_COLUMNS + 2; i += 32)
-      if (i < V || i >= V_COLUMNS)
-        sums[i < V ? CLASS_AT + i : LOSS_AT + i - V_COLUMNS] = from_bits(load_shared_4(sum_at(i)));
+#pragma unroll
+    for (int i = 0; i < V_COLUMNS / 4; ++i) {
+      const int column = 8 * (i / 2) + 2 * quad + i % 2;
+      const float total = over_rows(classes[i]);
+      if (lane < 4 && column < V) sums[CLASS_AT + column] = total;
+    }
+    const float all_losses = over_rows(losses), all_counts = over_rows(counts);
+    if (lane == 0) sums[LOSS_AT] = all_losses, sums[LOSS_AT + 1] = all_counts;
   }
 };

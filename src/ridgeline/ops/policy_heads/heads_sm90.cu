@@ -139,6 +139,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   for (int column = threadIdx.x; column < CHUNKS * 64; column += 512)
     store_shared_8(smem + VECTORS + 8 * column, column < INNER ? as_bits(s[column]) : 0,
                    column < INNER ? as_bits(c[column]) : 0);
+  if (threadIdx.x < V_COLUMNS)
+    store_shared_4(smem + BIAS + 4 * threadIdx.x, as_bits(threadIdx.x < V ? unpack_one(down_bias[threadIdx.x]) : -infinite()));
   __syncthreads();
   if (role == 0) {
     registers_down<24>();
