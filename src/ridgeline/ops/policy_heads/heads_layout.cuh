@@ -52,6 +52,7 @@ struct Tiles {
   RL_D explicit Tiles(int group) : tile(blockIdx.x * GROUPS + group) {}
   RL_D bool valid(const Problem& p) const { return tile * ROWS < p.rows; }
   RL_D int row() const { return tile * ROWS; }
+  RL_D int next() const { return (tile + GROUPS * gridDim.x) * ROWS; }
   RL_D void advance() { tile += GROUPS * gridDim.x, ++round; }
 };
 

@@ -40,6 +40,15 @@ RL_D void multiply_slopes(float& d0, float& d1, float u0, float u1) {
   d0 *= half_low(slopes), d1 *= half_high(slopes);
 }
 
+// What a tile needs of memory besides p, asked for while the tile before goes forward: nothing there waits for it, where
+// every fence of the way back would. Of the state the first head sums what comes, the others know mean and squares.
+constexpr int STEPS = (WIDTH + 31) / 32, PIECE = (STEPS + CHUNKS - 1) / CHUNKS;  // of a row, 8 columns a lane; in a chunk
+struct Ahead {
+  int targets[2];
+  float origin[2], total[2], squares[2];         // first head: about the row's first number; else mean (total) and squares
+  u32 heard[E > 0 ? E_DEPTH / 8 : 1][2];
+};
+
 // A thread has rows lane / 4 + 8 h of its warp's sixteen, and columns 8 j + 2 (lane % 4) + e of every 64.
 struct Consumer {
   const Problem& p;
@@ -48,6 +57,8 @@ struct Consumer {
   int group, warp, lane, quad;
   u32 place[4];                       // where this lane's row of four 8 × 8 matrices lies in a tile
   float mean[2], scale[2];            // of this tile's rows: μ, r
+  int targets[2];
+  Ahead ahead;
   u32 earlier[E > 0 ? E_DEPTH / 16 : 1][4];
   u32 dl[V_DEPTH / 16][4];
   u32 said[HEARD ? V_COLUMNS / 8 : 1][2];  // logits of this tile that are heard
@@ -82,51 +93,75 @@ struct Consumer {
     return load_shared_16(smem + VECTORS + (chunk * 64 + 8 * j + 2 * quad) * 8);
   }
 
-  // Mean of the state's rows and the sum of squares about it; squares are summed about the row's first number.
-  RL_D void measure_state(int first, float (&squares)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = row_of(first, h);
-      const u16* x = p.x + static_cast<i64>(row < p.rows ? row : 0) * WIDTH;
-      const float origin = unpack_one(x[0]);
-      float total = 0.f, square = 0.f;
-#pragma unroll 16
-      for (int column = 8 * quad; column < WIDTH; column += 32) {
-        const uint4 eight = *reinterpret_cast<const uint4*>(x + column);
-        const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (u32 pair : pairs) {
-          const float low = pair_low(pair) - origin, high = pair_high(pair) - origin;
-          total += low + high;
-          square = fused_multiply_add(low, low, fused_multiply_add(high, high, square));
-        }
-      }
-      total = quad_sum(total), square = quad_sum(square);
-      mean[h] = origin + total / WIDTH;
-      squares[h] = square - total * total / WIDTH;
-      if (quad == 0 && row < p.rows) p.state[row] = mean[h], p.state[p.rows + row] = squares[h];
-    }
-  }
-  // The same of the state and the earlier logits, which become an operand.
-  RL_D void measure_heard(int first, float (&squares)[2]) {
+  RL_D void ask(int first) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
       const bool inside = row < p.rows;
-      float total = 0.f;
+      ahead.targets[h] = inside ? target_of(p, row) : IGNORE;
+      ahead.total[h] = E > 0 && inside ? p.state[row] : 0.f;
+      ahead.squares[h] = E > 0 && inside ? p.state[p.rows + row] : 0.f;
+      if (E == 0) ahead.origin[h] = unpack_one(state_row(row)[0]);
+#pragma unroll
+      for (int j = 0; j < (E > 0 ? E_DEPTH / 8 : 0); ++j) {
+        const int column = 8 * j + 2 * quad;
+        ahead.heard[j][h] = 0;
+        if (inside && column < E)
+          ahead.heard[j][h] = *reinterpret_cast<const u32*>(p.heard + static_cast<i64>(row) * p.heard_stride + column);
+      }
+    }
+  }
+  RL_D const u16* state_row(int row) const { return p.x + static_cast<i64>(row < p.rows ? row : 0) * WIDTH; }
+  RL_D int state_column(int chunk, int i) const { return 8 * quad + 32 * (chunk * PIECE + i); }
+  RL_D void ask_state(uint4 (&eights)[2][PIECE], int chunk, int first) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < PIECE; ++i) {
+        const int column = state_column(chunk, i);
+        if (column < WIDTH) eights[h][i] = *reinterpret_cast<const uint4*>(state_row(row_of(first, h)) + column);
+      }
+  }
+  RL_D void add_state(const uint4 (&eights)[2][PIECE], int chunk) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < PIECE; ++i) {
+        if (state_column(chunk, i) >= WIDTH) continue;
+        const u32 pairs[4] = {eights[h][i].x, eights[h][i].y, eights[h][i].z, eights[h][i].w};
+#pragma unroll
+        for (u32 pair : pairs) {
+          const float low = pair_low(pair) - ahead.origin[h], high = pair_high(pair) - ahead.origin[h];
+          ahead.total[h] += low + high;
+          ahead.squares[h] = fused_multiply_add(low, low, fused_multiply_add(high, high, ahead.squares[h]));
+        }
+      }
+  }
+
+  // Mean of the state's rows and the sum of squares about it, for the heads to come, too.
+  RL_D void measure_state(int first, float (&squares)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row_of(first, h);
+      const float total = quad_sum(ahead.total[h]);
+      mean[h] = ahead.origin[h] + total * (1.f / WIDTH);
+      squares[h] = quad_sum(ahead.squares[h]) - total * total * (1.f / WIDTH);
+      if (quad == 0 && row < p.rows) p.state[row] = mean[h], p.state[p.rows + row] = squares[h];
+    }
+  }
+  // The same of the state and the earlier logits, which become an operand.
+  RL_D void measure_heard(float (&squares)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float total = 0.f, square = 0.f;
 #pragma unroll
       for (int j = 0; j < E_DEPTH / 8; ++j) {
-        const int column = 8 * j + 2 * quad;
-        u32 pair = 0;
-        if (inside && column < E)
-          pair = *reinterpret_cast<const u32*>(p.heard + static_cast<i64>(row) * p.heard_stride + column);
-        if (column + 1 >= E) pair &= 0xffffu;
+        u32 pair = ahead.heard[j][h];
+        if (8 * j + 2 * quad + 1 >= E) pair &= 0xffffu;
         earlier[j / 2][2 * (j & 1) + h] = pair;
         total += pair_low(pair) + pair_high(pair);
       }
-      const float before = inside ? p.state[row] : 0.f, apart_squares = inside ? p.state[p.rows + row] : 0.f;
-      mean[h] = (before * WIDTH + quad_sum(total)) / (WIDTH + E);
-      float square = 0.f;
+      mean[h] = (ahead.total[h] * WIDTH + quad_sum(total)) * (1.f / (WIDTH + E));
 #pragma unroll
       for (int j = 0; j < E_DEPTH / 8; ++j) {
         const int column = 8 * j + 2 * quad;
@@ -134,8 +169,18 @@ struct Consumer {
         const float low = column < E ? pair_low(pair) - mean[h] : 0.f, high = column + 1 < E ? pair_high(pair) - mean[h] : 0.f;
         square += low * low + high * high;
       }
-      const float apart = before - mean[h];
-      squares[h] = apart_squares + apart * apart * WIDTH + quad_sum(square);
+      const float apart = ahead.total[h] - mean[h];
+      squares[h] = ahead.squares[h] + apart * apart * WIDTH + quad_sum(square);
+    }
+  }
+  RL_D void measure(int first, float (&deviation)[2]) {
+    float squares[2];
+    if (E == 0) measure_state(first, squares);
+    else measure_heard(squares);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float variance = squares[h] * (1.f / (WIDTH + E)) + p.eps;
+      targets[h] = ahead.targets[h], scale[h] = rsqrtf(variance), deviation[h] = variance * scale[h];
     }
   }
   // [l | μ | 1 / r] into the narrow tile.
@@ -158,9 +203,11 @@ struct Consumer {
 
   // Logits of the tile, a in shared memory, v in p's place.
   template <int COLUMNS>
-  RL_D void forward(float (&logits)[V_COLUMNS / 2], int chunk, u32 phase) {
+  RL_D void forward(float (&logits)[V_COLUMNS / 2], int chunk, u32 phase, int next) {
     u32 pairs[COLUMNS / 8][2], a[COLUMNS / 8][2];
     float x[COLUMNS / 2];
+    uint4 eights[2][PIECE];
+    if (E == 0) ask_state(eights, chunk, next);
     barrier_wait(bar.p_full(group, chunk), phase);
     load_pairs(pairs, p_tile(smem, group, chunk));
 #pragma unroll
@@ -198,12 +245,13 @@ struct Consumer {
     wgmma_commit();
     store_pairs(pairs, p_tile(smem, group, chunk));
     store_pairs(a, a_tile(smem, group, chunk));
+    if (E == 0) add_state(eights, chunk);
     wgmma_wait<0>();
     wgmma_touch(logits);
   }
 
   // Loss, and the logits' gradients as an operand and in the narrow tile.
-  RL_D void lose(float (&logits)[V_COLUMNS / 2], const int (&targets)[2], int first) {
+  RL_D void lose(float (&logits)[V_COLUMNS / 2]) {
     const u32 tile = narrow_tile(smem, group);
 #pragma unroll
     for (int i = 0; i < V_DEPTH / 16; ++i)
@@ -301,8 +349,8 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
-      const float slope_h = -scale[h] * scale[h] * quad_sum(c2[h]) / (WIDTH + E);
-      const float shift = -scale[h] * quad_sum(c1[h]) / (WIDTH + E) - mean[h] * slope_h;
+      const float share = -scale[h] * (1.f / (WIDTH + E));
+      const float slope_h = share * scale[h] * quad_sum(c2[h]), shift = share * quad_sum(c1[h]) - mean[h] * slope_h;
       if (quad == 0 && row < p.rows) p.slopes[row] = shift, p.slopes[p.rows + row] = slope_h;
     }
   }
@@ -313,31 +361,28 @@ struct Consumer {
   }
 
   RL_D void consume() {
+    Tiles tiles(group);
+    ask(tiles.row());
+    if (E == 0)
+#pragma unroll 1
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        uint4 eights[2][PIECE];
+        ask_state(eights, chunk, tiles.row()), add_state(eights, chunk);
+      }
     barrier_wait(bar.weights(), 0);
-    for (Tiles tiles(group); tiles.valid(p); tiles.advance()) {
+    for (; tiles.valid(p); tiles.advance()) {
       const u32 phase = tiles.round & 1;
-      float logits[V_COLUMNS / 2], squares[2], deviation[2];
-      int targets[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {  // long before they are needed
-        const int row = row_of(tiles.row(), h);
-        targets[h] = row < p.rows ? target_of(p, row) : IGNORE;
-      }
-      if (E == 0) measure_state(tiles.row(), squares);
-      else measure_heard(tiles.row(), squares);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        deviation[h] = sqrtf(squares[h] / (WIDTH + E) + p.eps);
-        scale[h] = 1.f / deviation[h];
-      }
+      const int next = tiles.next();
+      float logits[V_COLUMNS / 2] = {}, deviation[2];
+      measure(tiles.row(), deviation);
       barrier_wait(bar.narrow_free(group), phase ^ 1);
       write_side(deviation);
+      ask(next);
       barrier_wait(bar.a_free(group), phase ^ 1);
-      for (float& logit : logits) logit = 0.f;
 #pragma unroll 1
-      for (int chunk = 0; chunk < WHOLE; ++chunk) forward<64>(logits, chunk, phase);
-      if (WHOLE < CHUNKS) forward<LAST>(logits, WHOLE, phase);
-      lose(logits, targets, tiles.row());
+      for (int chunk = 0; chunk < WHOLE; ++chunk) forward<64>(logits, chunk, phase, next);
+      if (WHOLE < CHUNKS) forward<LAST>(logits, WHOLE, phase, next);
+      lose(logits);
       publish(bar.narrow_ready(group));
       float c1[2] = {}, c2[2] = {};
 #pragma unroll 1
