@@ -1,9 +1,9 @@
 """Clock stamps of the policy heads' Hopper kernel: where the cycles of a tile of 64 rows go, by warpgroup, beside each other.
 
-PYTHONPATH=src OUT=$OUT python3 dev/gpu/heads_trace_gpu.py [seconds]      (15 s, cold; the op is captured, as in a step)
+PYTHONPATH=src OUT=$OUT python3 dev/gpu/heads_trace_gpu.py                (25 s, cold; the op is captured, as in a step)
 PYTHONPATH=src python3 dev/gpu/heads_trace_gpu.py build                   (no card: the marked kernels compile, registers)
 """
-import json, os, shutil, sys, time
+import json, os, shutil, sys
 from pathlib import Path
 sys.path[:0] = ["src", "dev/gpu"]
 ROOT, COPY = Path("src/ridgeline/ops"), Path("/tmp/heads_trace_src")
@@ -139,8 +139,7 @@ def build():
             print(place.index, cubin.resources()["head"], "SERIALISED" if "C7510" in cubin.log else "", flush=True)
 
 
-def main(seconds):
-    end = time.time() + seconds
+def main():
     import torch
     import heads_gpu as H
     from ridgeline.ops import _cuda as cuda
@@ -157,10 +156,9 @@ def main(seconds):
 
     from ridgeline.ops.sink import ATTRIBUTE
     H.ATTRIBUTE = ATTRIBUTE
-    plain = H.graph_time(step)
+    plain = H.graph_time(step, table=False)
     print(f"heads without stamps: {plain['ms'] * 1e3:.0f} us")
-    for name, us, n in plain["kernels"]:
-        print("    ", us, n, name)
+    print("each head, us:", each_head(captured(step)))
     size = BLOCKS * ACTORS * SLOTS
     traces, real = {}, cuda.load
 
@@ -180,8 +178,6 @@ def main(seconds):
         torch.cuda.synchronize()
         for key, t in traces.items():
             found[key].append(t.clone())
-        if time.time() > end:
-            break
     a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     a.record()
     for _ in range(10):
@@ -194,6 +190,21 @@ def main(seconds):
         used = t[0, :, 2, 0] > 0
         out[key] = tell(f"head that hears {key}", t[:, used])
     json.dump({"plain": plain, "stamps": out}, open(os.environ.get("OUT", "/tmp") + "/heads_trace.json", "w"))
+
+
+def each_head(graph, replays=10):
+    """Median us of the first head's kernel, the second's, the third's."""
+    import statistics
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    found = sorted((e.time_range.start, e.device_time) for e in prof.events() if e.name == "head")
+    return [round(statistics.median(us for _, us in found[i::3]), 1) for i in range(3)]
 
 
 def captured(step):
@@ -213,4 +224,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["build"]:
         build()
     else:
-        main(float(sys.argv[1]) if len(sys.argv) > 1 else 15)
+        main()

@@ -25,10 +25,9 @@ WHOLE = ("training_s", "validations_s", "checkpoints_s", "call_s", "in_all_s")  
 
 def comparison(records: Sequence[Record]) -> str:
     """Models under one recipe: rate, losses, speed, and the difference to the first."""
-    found = _studies(records, target=False)
-    if not found:
+    record = next(iter(_studies(records, "models")), None)
+    if record is None:
         return MISSING
-    record = found[0]
     rows: list[list[Cell]] = [
         [
             words(f"`{row['contender']}`"),
@@ -47,12 +46,21 @@ def comparison(records: Sequence[Record]) -> str:
 
 def recipe(records: Sequence[Record]) -> str:
     """Recipes by the seconds in which they hold a loss, a table for each data set."""
-    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if not _is_short(r)) or MISSING
+    return _recipes(records, "recipes")
 
 
 def article(records: Sequence[Record]) -> str:
     """The same for a run as short as the article's."""
-    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if _is_short(r)) or MISSING
+    return _recipes(records, "article")
+
+
+def confirmed(records: Sequence[Record]) -> str:
+    """The same for one recipe against another, such as what a search found against where it began."""
+    return _recipes(records, "pair")
+
+
+def _recipes(records: Sequence[Record], kind: str) -> str:
+    return "\n\n".join(_recipe(record) for record in _studies(records, kind)) or MISSING
 
 
 def _recipe(record: Record) -> str:
@@ -222,8 +230,9 @@ def long_windows(records: Sequence[Record]) -> str:
 def pictures(records: Sequence[Record]) -> dict[str, Section]:
     """Sections whose charts the documents show, by name: the comparison's losses, the norms' curves."""
     wanted = {
-        "comparison": (next(iter(_studies(records, target=False)), None), "loss"),
-        "recipe": (next(iter(_studies(records, target=True)), None), "loss"),
+        "comparison": (next(iter(_studies(records, "models")), None), "loss"),
+        "recipe": (next(iter(_studies(records, "recipes")), None), "loss"),
+        "confirmed": (next(iter(_studies(records, "pair")), None), "loss"),
         "divergence": (_diverging(records), "training"),
     }
     found = {}
@@ -235,27 +244,28 @@ def pictures(records: Sequence[Record]) -> dict[str, Section]:
     return found
 
 
-def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
-    """Of each data set the newest comparison on a card, of recipes where there is a target, else of models."""
-    found: dict[tuple[str, bool], Record] = {}
+def _studies(records: Sequence[Record], kind: str) -> list[Record]:
+    """Of each data set the newest comparison of a kind on a card."""
+    found: dict[str, Record] = {}
     for record in records:
-        if record.gpus and record.workload and _rows(record, "standings") and _has_target(record) == target:
-            found.setdefault((record.workload.name, not _is_short(record)), record)
+        if record.gpus and record.workload and _rows(record, "standings") and _kind(record) == kind:
+            found.setdefault(record.workload.name, record)
     return [found[name] for name in sorted(found, reverse=True)]  # tinyshakespeare first
 
 
-def _is_short(record: Record) -> bool:
-    """Whether a study's runs are as short as the article's."""
-    return max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT
+def _kind(record: Record) -> str:
+    """What a comparison asks: "models" without a target; with one "article" where runs are as short, "pair" of two."""
+    standings = _rows(record, "standings")
+    if not all("target_s" in row for row in standings):
+        return "models"
+    if max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT:
+        return "article"
+    return "pair" if len(standings) == 2 else "recipes"
 
 
 def _diverging(records: Sequence[Record]) -> Record | None:
     """The newest comparison of engines by their losses and gradient norms on a card."""
     return next((record for record in records if record.gpus and curves_of(record, "training")), None)
-
-
-def _has_target(record: Record) -> bool:
-    return all("target_s" in row for row in _rows(record, "standings"))
 
 
 def _where(record: Record) -> str:
