@@ -61,7 +61,6 @@ struct Consumer {
   Ahead ahead;
   u32 earlier[E > 0 ? E_DEPTH / 16 : 1][4];
   u32 dl[V_DEPTH / 16][4];
-  u32 said[HEARD ? V_COLUMNS / 8 : 1][2];  // logits of this tile that are heard
   float classes[V_COLUMNS / 4] = {}, losses = 0.f, counts = 0.f;  // sums over this thread's rows
 
   RL_D Consumer(const Problem& p, u32 smem, Barriers bar, int group, int warp, int lane)
@@ -251,7 +250,7 @@ struct Consumer {
   }
 
   // Loss, and the logits' gradients as an operand and in the narrow tile.
-  RL_D void lose(float (&logits)[V_COLUMNS / 2]) {
+  RL_D void lose(float (&logits)[V_COLUMNS / 2], u32 (&said)[V_COLUMNS / 8][2]) {
     const u32 tile = narrow_tile(smem, group);
 #pragma unroll
     for (int i = 0; i < V_DEPTH / 16; ++i)
@@ -303,8 +302,8 @@ struct Consumer {
       }
     }
   }
-  // Behind the tile's last fence, which would wait for these stores.
-  RL_D void say(int first) const {
+  // Logits for the heads to come. Behind a fence, which would wait for these stores.
+  RL_D void say(const u32 (&said)[V_COLUMNS / 8][2], int first) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
@@ -382,14 +381,15 @@ struct Consumer {
 #pragma unroll 1
       for (int chunk = 0; chunk < WHOLE; ++chunk) forward<64>(logits, chunk, phase, next);
       if (WHOLE < CHUNKS) forward<LAST>(logits, WHOLE, phase, next);
-      lose(logits);
+      u32 said[V_COLUMNS / 8][2];
+      lose(logits, said);
       publish(bar.narrow_ready(group));
+      if (HEARD) say(said, tiles.row());
       float c1[2] = {}, c2[2] = {};
 #pragma unroll 1
       for (int chunk = 0; chunk < WHOLE; ++chunk) backward<64>(c1, c2, chunk);
       if (WHOLE < CHUNKS) backward<LAST>(c1, c2, WHOLE);
       write_slopes(c1, c2, tiles.row());
-      if (HEARD) say(tiles.row());
     }
     write_sums();
   }
