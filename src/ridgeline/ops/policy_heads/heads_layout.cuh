@@ -12,8 +12,8 @@ constexpr int ROWS = 64, GROUPS = 2;                     // of a tile; warpgroup
 constexpr int V_COLUMNS = round_up(V, 8), V_DEPTH = round_up(V, 16), E_DEPTH = round_up(E, 16);
 constexpr int SIDE_COLUMNS = round_up(E + 2, 8);         // earlier logits, row mean, 1 / row scale
 constexpr int NARROW = 64;                               // columns of a tile of dl and side
-constexpr int CHUNKS = (INNER + 63) / 64, WHOLE = INNER / 64;  // of 64 columns; those that are full
-constexpr int LAST = INNER - 64 * (CHUNKS - 1);                 // columns of the last
+constexpr int CHUNKS = (INNER + 63) / 64;                // of 64 columns
+constexpr int PIECES = (INNER + 31) / 32;                // of 32 columns: what a warpgroup takes at a time
 static_assert(V_COLUMNS + SIDE_COLUMNS <= NARROW && INNER % 16 == 0, "sizes");
 constexpr int TILE_BYTES = ROWS * 128, DOWN_BYTES = V_DEPTH * 128, B_BYTES = E_DEPTH * 128;
 // dynamic shared memory: p, then v, then q [warpgroup][chunk]; a, likewise; dl | side [warpgroup]; W2 and B [chunk]; s and

@@ -42,7 +42,7 @@ RL_D void multiply_slopes(float& d0, float& d1, float u0, float u1) {
 
 // What a tile needs of memory besides p, asked for while the tile before goes forward: nothing there waits for it, where
 // every fence of the way back would. Of the state the first head sums what comes, the others know mean and squares.
-constexpr int STEPS = (WIDTH + 31) / 32, PIECE = (STEPS + CHUNKS - 1) / CHUNKS;  // of a row, 8 columns a lane; in a chunk
+constexpr int STEPS = (WIDTH + 31) / 32, SHARE = (STEPS + PIECES - 1) / PIECES;  // of a row, 8 columns a lane; in a piece
 struct Ahead {
   int targets[2];
   float origin[2], total[2], squares[2];         // first head: about the row's first number; else mean (total) and squares
@@ -55,7 +55,7 @@ struct Consumer {
   u32 smem;
   Barriers bar;
   int group, warp, lane, quad;
-  u32 place[4];                       // where this lane's row of four 8 × 8 matrices lies in a tile
+  u32 place[2];                       // where this lane's row of four 8 × 8 matrices lies in a tile
   float mean[2], scale[2];            // of this tile's rows: μ, r
   int targets[2];
   Ahead ahead;
@@ -66,7 +66,7 @@ struct Consumer {
   RL_D Consumer(const Problem& p, u32 smem, Barriers bar, int group, int warp, int lane)
       : p(p), smem(smem), bar(bar), group(group), warp(warp), lane(lane), quad(lane & 3) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+    for (int j = 0; j < 2; ++j)
       place[j] = swizzle128(16 * warp + (lane & 7) + 8 * (lane >> 3 & 1), 2 * j + (lane >> 4));
   }
 
@@ -74,22 +74,22 @@ struct Consumer {
 
   // Pairs of columns, in the layout of accumulators.
   template <int GROUPS_OF_8>
-  RL_D void load_pairs(u32 (&pairs)[GROUPS_OF_8][2], u32 tile) const {
+  RL_D void load_pairs(u32 (&pairs)[GROUPS_OF_8][2], u32 tile, int piece) const {
 #pragma unroll
     for (int j = 0; j < GROUPS_OF_8 / 2; ++j) {
       u32 m[4];
-      load_matrices(m, tile + place[j]);
+      load_matrices(m, tile + (place[j] ^ 64 * (piece % 2)));
       pairs[2 * j][0] = m[0], pairs[2 * j][1] = m[1], pairs[2 * j + 1][0] = m[2], pairs[2 * j + 1][1] = m[3];
     }
   }
   template <int GROUPS_OF_8>
-  RL_D void store_pairs(const u32 (&pairs)[GROUPS_OF_8][2], u32 tile) const {
+  RL_D void store_pairs(const u32 (&pairs)[GROUPS_OF_8][2], u32 tile, int piece) const {
 #pragma unroll
     for (int j = 0; j < GROUPS_OF_8 / 2; ++j)
-      store_matrices(tile + place[j], pairs[2 * j][0], pairs[2 * j][1], pairs[2 * j + 1][0], pairs[2 * j + 1][1]);
+      store_matrices(tile + (place[j] ^ 64 * (piece % 2)), pairs[2 * j][0], pairs[2 * j][1], pairs[2 * j + 1][0], pairs[2 * j + 1][1]);
   }
-  RL_D uint4 vectors(int chunk, int j) const {  // s, c, s, c of this lane's two columns
-    return load_shared_16(smem + VECTORS + (chunk * 64 + 8 * j + 2 * quad) * 8);
+  RL_D uint4 vectors(int piece, int j) const {  // s, c, s, c of this lane's two columns
+    return load_shared_16(smem + VECTORS + (piece * 32 + 8 * j + 2 * quad) * 8);
   }
 
   RL_D void ask(int first) {
@@ -100,7 +100,6 @@ struct Consumer {
       ahead.targets[h] = inside ? target_of(p, row) : IGNORE;
       ahead.total[h] = E > 0 && inside ? p.state[row] : 0.f;
       ahead.squares[h] = E > 0 && inside ? p.state[p.rows + row] : 0.f;
-      if (E == 0) ahead.origin[h] = unpack_one(state_row(row)[0]);
 #pragma unroll
       for (int j = 0; j < (E > 0 ? E_DEPTH / 8 : 0); ++j) {
         const int column = 8 * j + 2 * quad;
@@ -111,22 +110,25 @@ struct Consumer {
     }
   }
   RL_D const u16* state_row(int row) const { return p.x + static_cast<i64>(row < p.rows ? row : 0) * WIDTH; }
-  RL_D int state_column(int chunk, int i) const { return 8 * quad + 32 * (chunk * PIECE + i); }
-  RL_D void ask_state(uint4 (&eights)[2][PIECE], int chunk, int first) const {
+  RL_D int state_column(int piece, int i) const { return 8 * quad + 32 * (piece * SHARE + i); }
+  RL_D void ask_state(uint4 (&eights)[2][SHARE], int piece, int first) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int i = 0; i < PIECE; ++i) {
-        const int column = state_column(chunk, i);
+      for (int i = 0; i < SHARE; ++i) {
+        const int column = state_column(piece, i);
         if (column < WIDTH) eights[h][i] = *reinterpret_cast<const uint4*>(state_row(row_of(first, h)) + column);
       }
   }
-  RL_D void add_state(const uint4 (&eights)[2][PIECE], int chunk) {
+  RL_D void add_state(const uint4 (&eights)[2][SHARE], int piece) {
+    if (piece == 0)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) ahead.origin[h] = pair_low(shuffle(eights[h][0].x, lane & 28));
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int i = 0; i < PIECE; ++i) {
-        if (state_column(chunk, i) >= WIDTH) continue;
+      for (int i = 0; i < SHARE; ++i) {
+        if (state_column(piece, i) >= WIDTH) continue;
         const u32 pairs[4] = {eights[h][i].x, eights[h][i].y, eights[h][i].z, eights[h][i].w};
 #pragma unroll
         for (u32 pair : pairs) {
@@ -200,53 +202,63 @@ struct Consumer {
       }
   }
 
-  // Logits of the tile, a in shared memory, v in p's place.
-  template <int COLUMNS>
-  RL_D void forward(float (&logits)[V_COLUMNS / 2], int chunk, u32 phase, int next) {
-    u32 pairs[COLUMNS / 8][2], a[COLUMNS / 8][2];
-    float x[COLUMNS / 2];
-    uint4 eights[2][PIECE];
-    if (E == 0) ask_state(eights, chunk, next);
-    barrier_wait(bar.p_full(group, chunk), phase);
-    load_pairs(pairs, p_tile(smem, group, chunk));
+  // 32 columns of p and what the heads before add to them.
+  RL_D void begin(float (&x)[16], int piece, u32 phase) const {
+    u32 pairs[4][2];
+    barrier_wait(bar.p_full(group, piece / 2), phase);
+    load_pairs(pairs, p_tile(smem, group, piece / 2), piece);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j)
+    for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) x[4 * j + 2 * h] = pair_low(pairs[j][h]), x[4 * j + 2 * h + 1] = pair_high(pairs[j][h]);
     if (E > 0) {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < E_DEPTH / 16; ++k)
-        wgmma_registers<COLUMNS, 1>(x, earlier[k], operand_mn_major(smem + EARLIER + chunk * B_BYTES + k * 2048, 0), 1);
+        wgmma_registers<32, 1>(x, earlier[k], operand_mn_major(earlier_piece(piece) + 2048 * k, 0), 1);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(x);
     }
+  }
+  RL_D u32 earlier_piece(int piece) const { return smem + EARLIER + piece / 2 * B_BYTES + piece % 2 * 64; }
+  RL_D u32 down_piece(int piece) const { return smem + DOWN + piece / 2 * DOWN_BYTES + piece % 2 * 64; }
+
+  // Logits of the tile, a in shared memory, v in p's place; what the tile at row `next` needs comes in beside them.
+  RL_D void forward(float (&logits)[V_COLUMNS / 2], u32 phase, int next) {
+    uint4 eights[2][SHARE];
+    if (E == 0) ask_state(eights, 0, next);
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+      float x[16];
+      u32 v[4][2], a[4][2];
+      begin(x, piece, phase);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const uint4 sc = vectors(chunk, j);
+      for (int j = 0; j < 4; ++j) {
+        const uint4 sc = vectors(piece, j);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
-        const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
-        pairs[j][h] = pack_pair(v0, v1);
-        float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
-        activate<false, false>(u0, u1);
-        a[j][h] = pack_pair(u0, u1);
+        for (int h = 0; h < 2; ++h) {
+          const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
+          const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
+          v[j][h] = pack_pair(v0, v1);
+          float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
+          activate<false, false>(u0, u1);
+          a[j][h] = pack_pair(u0, u1);
+        }
       }
-    }
-    wgmma_fence();
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k) {
-      const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
-      wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(smem + DOWN + chunk * DOWN_BYTES + 32 * k), 1);
+      for (int k = 0; k < 2; ++k) {
+        const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
+        wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(down_piece(piece) + 32 * k), 1);
+      }
+      wgmma_commit();
+      store_pairs(v, p_tile(smem, group, piece / 2), piece);
+      store_pairs(a, a_tile(smem, group, piece / 2), piece);
+      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);
+      wgmma_wait<0>();
+      wgmma_touch(logits);
     }
-    wgmma_commit();
-    store_pairs(pairs, p_tile(smem, group, chunk));
-    store_pairs(a, a_tile(smem, group, chunk));
-    if (E == 0) add_state(eights, chunk);
-    wgmma_wait<0>();
-    wgmma_touch(logits);
   }
 
   // Loss, and the logits' gradients as an operand and in the narrow tile.
@@ -316,33 +328,36 @@ struct Consumer {
   }
 
   // q in v's place, and the rows' c1 and c2.
-  template <int COLUMNS>
-  RL_D void backward(float (&c1)[2], float (&c2)[2], int chunk) {
-    float x[COLUMNS / 2];
-    u32 v[COLUMNS / 8][2], q[COLUMNS / 8][2];
-    wgmma_fence();
+  RL_D void backward(float (&c1)[2], float (&c2)[2]) {
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+      const u32 tile = p_tile(smem, group, piece / 2);
+      float x[16];
+      u32 v[4][2], q[4][2];
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < V_DEPTH / 16; ++k)
-      wgmma_registers<COLUMNS, 1>(x, dl[k], operand_mn_major(smem + DOWN + chunk * DOWN_BYTES + k * 2048, 0), k > 0);
-    wgmma_commit();
-    load_pairs(v, p_tile(smem, group, chunk));
-    wgmma_wait<0>();
-    wgmma_touch(x);
+      for (int k = 0; k < V_DEPTH / 16; ++k)
+        wgmma_registers<32, 1>(x, dl[k], operand_mn_major(down_piece(piece) + 2048 * k, 0), k > 0);
+      wgmma_commit();
+      load_pairs(v, tile, piece);
+      wgmma_wait<0>();
+      wgmma_touch(x);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const uint4 sc = vectors(chunk, j);
+      for (int j = 0; j < 4; ++j) {
+        const uint4 sc = vectors(piece, j);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
-        float du0 = x[4 * j + 2 * h], du1 = x[4 * j + 2 * h + 1];
-        multiply_slopes(du0, du1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
-        c1[h] = fused_multiply_add(du0, from_bits(sc.x), fused_multiply_add(du1, from_bits(sc.z), c1[h]));
-        c2[h] = fused_multiply_add(du0, v0, fused_multiply_add(du1, v1, c2[h]));
-        q[j][h] = pack_pair(du0 * scale[h], du1 * scale[h]);
+        for (int h = 0; h < 2; ++h) {
+          const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
+          float du0 = x[4 * j + 2 * h], du1 = x[4 * j + 2 * h + 1];
+          multiply_slopes(du0, du1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
+          c1[h] = fused_multiply_add(du0, from_bits(sc.x), fused_multiply_add(du1, from_bits(sc.z), c1[h]));
+          c2[h] = fused_multiply_add(du0, v0, fused_multiply_add(du1, v1, c2[h]));
+          q[j][h] = pack_pair(du0 * scale[h], du1 * scale[h]);
+        }
       }
+      store_pairs(q, tile, piece);
+      if (piece % 2 == 1 || piece + 1 == PIECES) publish(bar.q_ready(group, piece / 2));
     }
-    store_pairs(q, p_tile(smem, group, chunk));
-    publish(bar.q_ready(group, chunk));
   }
   RL_D void write_slopes(const float (&c1)[2], const float (&c2)[2], int first) const {
 #pragma unroll
@@ -364,9 +379,9 @@ struct Consumer {
     ask(tiles.row());
     if (E == 0)
 #pragma unroll 1
-      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-        uint4 eights[2][PIECE];
-        ask_state(eights, chunk, tiles.row()), add_state(eights, chunk);
+      for (int piece = 0; piece < PIECES; ++piece) {
+        uint4 eights[2][SHARE];
+        ask_state(eights, piece, tiles.row()), add_state(eights, piece);
       }
     barrier_wait(bar.weights(), 0);
     for (; tiles.valid(p); tiles.advance()) {
@@ -378,17 +393,13 @@ struct Consumer {
       write_side(deviation);
       ask(next);
       barrier_wait(bar.a_free(group), phase ^ 1);
-#pragma unroll 1
-      for (int chunk = 0; chunk < WHOLE; ++chunk) forward<64>(logits, chunk, phase, next);
-      if (WHOLE < CHUNKS) forward<LAST>(logits, WHOLE, phase, next);
+      forward(logits, phase, next);
       u32 said[V_COLUMNS / 8][2];
       lose(logits, said);
       publish(bar.narrow_ready(group));
       if (HEARD) say(said, tiles.row());
       float c1[2] = {}, c2[2] = {};
-#pragma unroll 1
-      for (int chunk = 0; chunk < WHOLE; ++chunk) backward<64>(c1, c2, chunk);
-      if (WHOLE < CHUNKS) backward<LAST>(c1, c2, WHOLE);
+      backward(c1, c2);
       write_slopes(c1, c2, tiles.row());
     }
     write_sums();
