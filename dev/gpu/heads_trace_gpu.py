@@ -5,7 +5,6 @@ PYTHONPATH=src python3 dev/gpu/heads_trace_gpu.py build                   (no ca
 """
 import json, os, shutil, sys
 from pathlib import Path
-sys.path[:0] = ["src", "dev/gpu"]
 ROOT, COPY = Path("src/ridgeline/ops"), Path("/tmp/heads_trace_src")
 SLOTS, ACTORS, ROUND, BLOCKS = 80, 5, 3, 132
 NAMES = ("copies 0", "copies 1", "rows 0", "rows 1", "sums")
@@ -139,11 +138,13 @@ def build():
             print(place.index, cubin.resources()["head"], "SERIALISED" if "C7510" in cubin.log else "", flush=True)
 
 
-def main():
-    import torch
+def op():
+    """Both passes of hal-20m's heads by the Hopper kernel, to be called."""
     import heads_gpu as H
-    from ridgeline.ops import _cuda as cuda
-    from ridgeline.ops.policy_heads import hopper, policy_heads
+    import torch
+
+    from ridgeline.ops.policy_heads import policy_heads
+    from ridgeline.ops.sink import ATTRIBUTE
     x, heads, y = H.problem(H.N, torch.bfloat16)
     x.requires_grad_()
     flat = [w.requires_grad_() for head in heads for w in head]
@@ -151,14 +152,18 @@ def main():
 
     def step():
         for w in flat:
-            getattr(w, H.ATTRIBUTE).begin(add=False)
+            getattr(w, ATTRIBUTE).begin(add=False)
         torch.autograd.grad(policy_heads(x, heads, y, impl="cuda").sum(), [x, *flat], allow_unused=True)
 
-    from ridgeline.ops.sink import ATTRIBUTE
-    H.ATTRIBUTE = ATTRIBUTE
-    plain = H.graph_time(step, table=False)
-    print(f"heads without stamps: {plain['ms'] * 1e3:.0f} us")
-    print("each head, us:", each_head(captured(step)))
+    return step
+
+
+def main():
+    import torch
+    from ridgeline.ops import _cuda as cuda
+    from ridgeline.ops.policy_heads import hopper
+    step = op()
+    print("without stamps, each head, us:", each := each_head(captured(step)), flush=True)
     size = BLOCKS * ACTORS * SLOTS
     traces, real = {}, cuda.load
 
@@ -189,7 +194,7 @@ def main():
         t = torch.stack(list_[2:]).view(-1, BLOCKS, ACTORS, SLOTS).double()
         used = t[0, :, 2, 0] > 0
         out[key] = tell(f"head that hears {key}", t[:, used])
-    json.dump({"plain": plain, "stamps": out}, open(os.environ.get("OUT", "/tmp") + "/heads_trace.json", "w"))
+    json.dump({"plain": each, "stamps": out}, open(os.environ.get("OUT", "/tmp") + "/heads_trace.json", "w"))
 
 
 def each_head(graph, replays=10):
@@ -221,6 +226,7 @@ def captured(step):
 
 
 if __name__ == "__main__":
+    sys.path[:0] = ["src", "dev/gpu"]
     if sys.argv[1:] == ["build"]:
         build()
     else:

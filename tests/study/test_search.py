@@ -164,7 +164,7 @@ def test_a_search_that_is_stopped_tells_what_it_has(
 
     monkeypatch.setattr(module._Attempt, "run", stopped)
     out = tmp_path / "out"
-    assert main(options(text, out, "--json", budget="9s")) == 130
+    assert main(options(text, out, "--json", budget="90s")) == 130
     printed = capsys.readouterr()
     assert "the same command goes on" in printed.err
     said = json.loads(printed.out.splitlines()[-1])
