@@ -60,7 +60,7 @@ struct Consumer {
   int targets[2];
   Ahead ahead;
   u32 earlier[E > 0 ? E_DEPTH / 16 : 1][4];
-  u32 dl[V_DEPTH / 16][4];
+  u32 dl[V_DEPTH / 16][4];            // times r
   float classes[V_COLUMNS / 4] = {}, losses = 0.f, counts = 0.f;  // sums over this thread's rows
 
   RL_D Consumer(const Problem& p, u32 smem, Barriers bar, int group, int warp, int lane)
@@ -308,9 +308,9 @@ struct Consumer {
       }
 #pragma unroll
       for (int j = 0; j < V_COLUMNS / 8; ++j) {
-        const u32 pair = pack_pair(logits[4 * j + 2 * h], logits[4 * j + 2 * h + 1]);
-        dl[j / 2][2 * (j & 1) + h] = pair;
-        store_shared_4(tile + swizzle128(row_of(0, h), j) + 4 * quad, pair);
+        const float low = logits[4 * j + 2 * h], high = logits[4 * j + 2 * h + 1];
+        dl[j / 2][2 * (j & 1) + h] = pack_pair(low * scale[h], high * scale[h]);
+        store_shared_4(tile + swizzle128(row_of(0, h), j) + 4 * quad, pack_pair(low, high));
       }
     }
   }
@@ -348,11 +348,11 @@ struct Consumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
-          float du0 = x[4 * j + 2 * h], du1 = x[4 * j + 2 * h + 1];
-          multiply_slopes(du0, du1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
-          c1[h] = fused_multiply_add(du0, from_bits(sc.x), fused_multiply_add(du1, from_bits(sc.z), c1[h]));
-          c2[h] = fused_multiply_add(du0, v0, fused_multiply_add(du1, v1, c2[h]));
-          q[j][h] = pack_pair(du0 * scale[h], du1 * scale[h]);
+          float q0 = x[4 * j + 2 * h], q1 = x[4 * j + 2 * h + 1];
+          multiply_slopes(q0, q1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
+          c1[h] = fused_multiply_add(q0, from_bits(sc.x), fused_multiply_add(q1, from_bits(sc.z), c1[h]));
+          c2[h] = fused_multiply_add(q0, v0, fused_multiply_add(q1, v1, c2[h]));
+          q[j][h] = pack_pair(q0, q1);
         }
       }
       store_pairs(q, tile, piece);
@@ -363,8 +363,8 @@ struct Consumer {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
-      const float share = -scale[h] * (1.f / (WIDTH + E));
-      const float slope_h = share * scale[h] * quad_sum(c2[h]), shift = share * quad_sum(c1[h]) - mean[h] * slope_h;
+      const float slope_h = -scale[h] * (1.f / (WIDTH + E)) * quad_sum(c2[h]);
+      const float shift = -(1.f / (WIDTH + E)) * quad_sum(c1[h]) - mean[h] * slope_h;
       if (quad == 0 && row < p.rows) p.slopes[row] = shift, p.slopes[p.rows + row] = slope_h;
     }
   }
