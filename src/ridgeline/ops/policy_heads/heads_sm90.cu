@@ -3,10 +3,13 @@
 //
 //   p → v = r (p + B l − μ s), u = v + c, a = gelu(u), logits = a W2ᵀ + b2, loss, dl → q = r (dl W2) gelu'(u) in p's place
 //
-// A consumer warpgroup takes 64 rows and holds gelu' of all of their inner columns in registers (half precision) from the
-// logits to the gradients; v waits in shared memory. A fourth warpgroup sums what the weights' gradients need of a head
-// alone, aᵀ dl and qᵀ [l | μ | 1 / r], over the block's rows, so that a and dl never leave the chip. The first warps of the
-// first warpgroup start the copies.
+// A consumer warpgroup takes 64 rows, 32 inner columns at a time; v waits in shared memory from the logits to the gradients,
+// where gelu' comes from it. A fourth warpgroup sums what the weights' gradients need of a head alone, aᵀ dl and
+// qᵀ [l | μ | 1 / r], over the block's rows, so that a and dl never leave the chip. The first warps of the first warpgroup
+// start the copies.
+//
+// Two consumer warps share a scheduler, so what counts is how much of a warp's own work goes side by side: the columns are
+// few enough that ptxas, which otherwise saves registers, interleaves their chains, and the loops stay loops.
 //
 // Macros (see hopper.py): INNER: inner columns, a multiple of 16. WIDTH: of the state. V: classes. E: logits that are heard
 //   (0: this is the first head, which leaves mean and squares of the state). HEARD: a later head hears these logits.
