@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.cost import Storage
 from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.models.config import DecoderConfig
 
 Join = Literal["pass", "norm", "product"]
+# Where the row-fused kernels serve, whose slopes have 16 bits.
+WAVE_WIDTH = 256
+WAVE_TOKENS = 8448  # rows up to which they have one tile a multiprocessor; with two they lose 16 %
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,11 @@ class StoragePlan:
     def fused(self) -> bool:
         """Whether pointwise work rides in the kernels of products and norms."""
         return self.join != "pass"
+
+    def kept_of_gelu(self, c: DecoderConfig, rows: int, store: Storage) -> int:
+        """Bytes a number of what the backward pass needs of GELU: its derivative beside its output, else its input."""
+        whole_rows = c.width <= WAVE_WIDTH and rows <= WAVE_TOKENS
+        return store.slope if self.fused and self.activation and not whole_rows else store.activation
 
 
 PLAIN = StoragePlan(name="plain", join="pass", scores=True, masks=True, loss="plain")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ridgeline.models.config import DecoderConfig
+from ridgeline.models.plan import WAVE_TOKENS
 from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
@@ -15,7 +16,6 @@ from ridgeline.ops.linear.stationary import LARGEST_K
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
-WAVE_TOKENS = 8448  # rows up to which the row-fused kernels have one tile a multiprocessor; with two they lose 16 %
 MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
 JOINED = frozenset(("out", "down", "up", "qkv"))
 
