@@ -157,6 +157,14 @@ RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {
   pointer[0] += a, pointer[1] += b, pointer[2] += c, pointer[3] += d;
 }
 RL_D void add_global(float* pointer, float value) { *pointer += value; }
+RL_D void give(u32* pointer, u32 value) {
+  *pointer = value;
+  machine.given(pointer);
+}
+RL_D void wait_until_given(const u32* pointer) {
+  machine.wait("another block", [&] { return *pointer != 0; });
+}
+RL_D void fence_gpu() {}
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {
   const Matrices all(address);

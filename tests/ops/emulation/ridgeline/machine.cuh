@@ -111,6 +111,7 @@ struct Machine {
   uint64_t progress = 0;
   const char* fault = nullptr;  // what a thread did that no hardware would forgive
   std::function<void()> kernel;
+  std::function<void(const uint32_t*)> given = [](const uint32_t*) {};  // called when a note for other blocks is written
 
   Warp& warp() { return warps[current / 32]; }
   int lane() const { return current % 32; }
