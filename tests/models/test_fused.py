@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.models import Decoder, DecoderConfig, LanguageConfig, LanguageModel
 from ridgeline.models.init import initialise
 from ridgeline.ops.dropout import DropoutState
@@ -118,6 +119,45 @@ def test_sinks_receive_what_autograd_would(name: str) -> None:
         join(list(sinks.values()))
         for key, sink in sinks.items():
             torch.testing.assert_close(sink.target, repeat * expected[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+def language(impl: str, **trunk: object) -> tuple[LanguageModel, dict[str, Tensor]]:
+    """A model of width 48, whose attention runs in tiles, and a batch of its context."""
+    config = DecoderConfig(**{"layers": 1, "width": 48, "heads": 3, "context": 13, **trunk})  # type: ignore[arg-type]
+    model = LanguageModel(LanguageConfig(vocabulary=11, decoder=config), impl=impl, seed=0)
+    return model, {name: torch.randint(11, (2, config.context)) for name in ("tokens", "targets")}
+
+
+@pytest.mark.parametrize("impl", ["fused", "m0"])
+def test_a_backward_pass_that_cannot_be_right_is_refused(impl: str) -> None:
+    model, batch = language(impl)
+    loss = model.loss(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated once a forward pass"):
+        loss.backward()
+    loss = model.loss(batch)
+    with torch.no_grad():
+        model.decoder.blocks[0].mlp.up.weight.mul_(2)
+    with pytest.raises(UnsupportedError, match="changed in place between a forward and its backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("positions", ["learned", "relative", "none"])
+@pytest.mark.parametrize("impl", ["reference", "torch", "fused", "r16"])
+def test_a_sequence_beyond_the_context_is_refused(impl: str, positions: str) -> None:
+    model, _ = language(impl, positions=positions, position_table=None if positions == "none" else 20)
+    longer = {name: torch.zeros(2, 14, dtype=torch.int64) for name in ("tokens", "targets")}
+    with pytest.raises(ConfigError, match="14 positions is longer than the model's context=13"):
+        model.loss(longer)
+
+
+@pytest.mark.parametrize("impl", ["fused", "r16"])
+def test_autocast_is_not_ignored(impl: str) -> None:
+    model, batch = language(impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(UnsupportedError, match=r"torch\.float32, and autocast would cast.*model\.bfloat16"):
+            model.loss(batch)
+        model.bfloat16().loss(batch).backward()
 
 
 @pytest.mark.parametrize("tied", [False, True])

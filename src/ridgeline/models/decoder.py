@@ -23,7 +23,7 @@ from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models.config import DecoderConfig
 from ridgeline.models.rungs.ladder import find_rung, is_rung
 from ridgeline.ops.attention.reference import attention_reference, skew
-from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+from ridgeline.ops.dropout import DropoutState, check_dropping, hidden_keep, quantise
 
 IMPLEMENTATIONS = ("reference", "torch", "fused")
 EMBEDDING_SITE = 0
@@ -35,7 +35,7 @@ def check_impl(impl: str) -> str:
     Raises:
         UnsupportedError: there is no such implementation; says which are near.
     """
-    if is_rung(impl):
+    if isinstance(impl, str) and is_rung(impl):
         find_rung(impl)
     elif impl not in IMPLEMENTATIONS:
         raise UnsupportedError(nearest(impl, IMPLEMENTATIONS, "implementation"))
@@ -215,9 +215,23 @@ class Decoder(nn.Module):
     def _placed(self, x_BTC: Tensor) -> Tensor:
         """An input with its positions added."""
         T = x_BTC.shape[1]
+        self.check_length(T)
+        return x_BTC if self.positions is None else x_BTC + self.positions[:T].to(x_BTC.dtype)
+
+    def check_length(self, T: int) -> None:
+        """Raises ConfigError where a sequence of T positions is longer than the model's context."""
         if self.config.context < T:
             raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
-        return x_BTC if self.positions is None else x_BTC + self.positions[:T].to(x_BTC.dtype)
+
+    def _check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
+        """Raises UnsupportedError where kernels would not compute what PyTorch's operations do in their place."""
+        device = x_BTC.device
+        check_dropping(self.config.dropout, dropout, device)
+        if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != x_BTC.dtype:
+            raise UnsupportedError(
+                f"impl={self.impl!r} computes in the dtype of its weights, {x_BTC.dtype}, and autocast would cast "
+                "between its products; convert the model instead, as model.bfloat16() does, or take impl='torch'"
+            )
 
     def state_at(self, x_BTC: Tensor, at_B: Tensor) -> Tensor:
         """What `forward` gives at one position of each sequence: (B, C).
@@ -243,6 +257,8 @@ class Decoder(nn.Module):
         """`forward` for an input that holds its positions already."""
         if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
             dropout = self.next_dropout()
+        if self.impl not in ("reference", "torch"):
+            self._check_kernels(x_BTC, dropout)
         if self.impl == "fused":
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 

@@ -18,6 +18,7 @@ from ridgeline.models.fused.joins import Join, Norm, Pass, join_backward, join_f
 from ridgeline.models.fused.mlp import MlpWeights
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
+from ridgeline.ops.kept import Kept
 
 
 def _norm(module: torch.nn.Module) -> Norm:
@@ -77,12 +78,13 @@ class _Stack(torch.autograd.Function):
                 saved, joined = block_forward(run, weights, joined, joins[layer + 1], dropout_sites(layer))
                 ctx.joined.append(joined)
                 ctx.saved.append(saved)
-        ctx.run, ctx.flat = run, flat
+        ctx.run, ctx.flat, ctx.kept = run, flat, Kept(*flat, spends=True)
         return joined.h_NC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.kept.demand()
         blocks, final = _unflatten(ctx.flat)
         joins, run = _joins(blocks, final), ctx.run
         grads = WeightGradients(dh_NC.device, run.choices)

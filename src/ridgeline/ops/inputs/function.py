@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops.embedding.triton import table_gradient_raw
 from ridgeline.ops.inputs.reference import InputColumns
@@ -109,7 +110,8 @@ class InputLayer(torch.autograd.Function):
         return torch.mm(vector_NW, wide_CW.t())
 
     @staticmethod
-    def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:
         dout_NC = dout_NC.contiguous()
         gradients: list[Tensor] = []
         fp32_CW = dout_NC.new_empty(ctx.wide_CW.shape, dtype=torch.float32)
