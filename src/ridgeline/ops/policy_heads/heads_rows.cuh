@@ -16,6 +16,8 @@ RL_D void multiply_slopes(float& d0, float& d1, float u0, float u1) {
   d0 *= half_low(slopes), d1 *= half_high(slopes);
 }
 
+constexpr int PAIR = E > 0 ? 2 : 1;  // pieces that go forward together
+
 // A thread has columns 8 j + 2 (lane % 4) + e of every 32.
 struct Consumer : Rows {
   u32 smem;
@@ -69,62 +71,84 @@ struct Consumer : Rows {
       }
   }
 
-  // 32 columns of p and what the heads before add to them.
-  RL_D void begin(float (&x)[16], int piece, u32 phase) const {
+  RL_D u32 earlier_piece(int piece) const { return smem + EARLIER + piece / 2 * B_BYTES + piece % 2 * 64; }
+  RL_D u32 down_piece(int piece) const { return smem + DOWN + piece / 2 * DOWN_BYTES + piece % 2 * 64; }
+
+  // 32 columns of p; what the heads before add to them is on its way.
+  RL_D void begin(float (&x)[16], int piece) const {
     u32 pairs[4][2];
-    barrier_wait(bar.p_full(group, piece / 2), phase);
     load_pairs(pairs, p_tile(smem, group, piece / 2), piece);
 #pragma unroll
     for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) x[4 * j + 2 * h] = pair_low(pairs[j][h]), x[4 * j + 2 * h + 1] = pair_high(pairs[j][h]);
-    if (E > 0) {
-      wgmma_fence();
+    if (E == 0) return;
+    wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < E_DEPTH / 16; ++k)
-        wgmma_registers<32, 1>(x, earlier[k], operand_mn_major(earlier_piece(piece) + 2048 * k, 0), 1);
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_touch(x);
-    }
+    for (int k = 0; k < E_DEPTH / 16; ++k)
+      wgmma_registers<32, 1>(x, earlier[k], operand_mn_major(earlier_piece(piece) + 2048 * k, 0), 1);
+    wgmma_commit();
   }
-  RL_D u32 earlier_piece(int piece) const { return smem + EARLIER + piece / 2 * B_BYTES + piece % 2 * 64; }
-  RL_D u32 down_piece(int piece) const { return smem + DOWN + piece / 2 * DOWN_BYTES + piece % 2 * 64; }
+  // Their part of the logits is on its way; a in shared memory, v in p's place.
+  RL_D void activate_piece(float (&logits)[V_COLUMNS / 2], u32 (&a)[4][2], const float (&x)[16], int piece) const {
+    u32 v[4][2];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint4 sc = vectors(piece, j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
+        const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
+        v[j][h] = pack_pair(v0, v1);
+        float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
+        activate<false, false>(u0, u1);
+        a[j][h] = pack_pair(u0, u1);
+      }
+    }
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
+      wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(down_piece(piece) + 32 * k), 1);
+    }
+    wgmma_commit();
+    store_pairs(v, p_tile(smem, group, piece / 2), piece);
+    store_pairs(a, a_tile(smem, group, piece / 2), piece);
+  }
+  // A product of one piece is under way while the other's numbers go through GELU.
+  template <int COUNT>
+  RL_D void forward_pieces(float (&logits)[V_COLUMNS / 2], int piece) const {
+    float x0[16], x1[16];
+    u32 a0[4][2], a1[4][2];
+    begin(x0, piece);
+    if (COUNT == 2) begin(x1, piece + 1);
+    if (E > 0) {
+      wgmma_wait<COUNT - 1>();
+      wgmma_touch(x0);
+    }
+    if (COUNT == 2 && E > 0) {
+      wgmma_wait<0>();
+      wgmma_touch(x1);
+    }
+    activate_piece(logits, a0, x0, piece);
+    if (COUNT == 2) activate_piece(logits, a1, x1, piece + 1);
+    wgmma_wait<0>();
+    wgmma_touch(logits);
+  }
 
-  // Logits of the tile, a in shared memory, v in p's place; what the tile at row `next` needs comes in beside them.
+  // Logits of the tile; what the tile at row `next` needs comes in beside them.
   RL_D void forward(float (&logits)[V_COLUMNS / 2], u32 phase, int next) {
     uint4 eights[2][SHARE];
     if (E == 0) ask_state(eights, 0, next);
 #pragma unroll 1
-    for (int piece = 0; piece < PIECES; ++piece) {
-      float x[16];
-      u32 v[4][2], a[4][2];
-      begin(x, piece, phase);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint4 sc = vectors(piece, j);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
-          const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
-          v[j][h] = pack_pair(v0, v1);
-          float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
-          activate<false, false>(u0, u1);
-          a[j][h] = pack_pair(u0, u1);
-        }
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
-        wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(down_piece(piece) + 32 * k), 1);
-      }
-      wgmma_commit();
-      store_pairs(v, p_tile(smem, group, piece / 2), piece);
-      store_pairs(a, a_tile(smem, group, piece / 2), piece);
+    for (int piece = 0; piece + PAIR <= PIECES; piece += PAIR) {
+      barrier_wait(bar.p_full(group, piece / 2), phase);
+      forward_pieces<PAIR>(logits, piece);
       if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);
-      wgmma_wait<0>();
-      wgmma_touch(logits);
+    }
+    if (PIECES % PAIR != 0) {
+      barrier_wait(bar.p_full(group, CHUNKS - 1), phase);
+      forward_pieces<1>(logits, PIECES - 1);
     }
   }
 
@@ -194,37 +218,52 @@ struct Consumer : Rows {
     }
   }
 
+  RL_D void begin_back(float (&x)[16], int piece) const {
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < V_DEPTH / 16; ++k)
+      wgmma_registers<32, 1>(x, dl[k], operand_mn_major(down_piece(piece) + 2048 * k, 0), k > 0);
+    wgmma_commit();
+  }
   // q in v's place, and the rows' c1 and c2.
-  RL_D void backward(float (&c1)[2], float (&c2)[2]) {
-#pragma unroll 1
-    for (int piece = 0; piece < PIECES; ++piece) {
-      const u32 tile = p_tile(smem, group, piece / 2);
-      float x[16];
-      u32 v[4][2], q[4][2];
-      wgmma_fence();
+  RL_D void turn_piece(float (&c1)[2], float (&c2)[2], const float (&x)[16], int piece) const {
+    const u32 tile = p_tile(smem, group, piece / 2);
+    u32 v[4][2], q[4][2];
+    load_pairs(v, tile, piece);
 #pragma unroll
-      for (int k = 0; k < V_DEPTH / 16; ++k)
-        wgmma_registers<32, 1>(x, dl[k], operand_mn_major(down_piece(piece) + 2048 * k, 0), k > 0);
-      wgmma_commit();
-      load_pairs(v, tile, piece);
-      wgmma_wait<0>();
-      wgmma_touch(x);
+    for (int j = 0; j < 4; ++j) {
+      const uint4 sc = vectors(piece, j);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint4 sc = vectors(piece, j);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
-          float q0 = x[4 * j + 2 * h], q1 = x[4 * j + 2 * h + 1];
-          multiply_slopes(q0, q1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
-          c1[h] = fused_multiply_add(q0, from_bits(sc.x), fused_multiply_add(q1, from_bits(sc.z), c1[h]));
-          c2[h] = fused_multiply_add(q0, v0, fused_multiply_add(q1, v1, c2[h]));
-          q[j][h] = pack_pair(q0, q1);
-        }
+      for (int h = 0; h < 2; ++h) {
+        const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
+        float q0 = x[4 * j + 2 * h], q1 = x[4 * j + 2 * h + 1];
+        multiply_slopes(q0, q1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
+        c1[h] = fused_multiply_add(q0, from_bits(sc.x), fused_multiply_add(q1, from_bits(sc.z), c1[h]));
+        c2[h] = fused_multiply_add(q0, v0, fused_multiply_add(q1, v1, c2[h]));
+        q[j][h] = pack_pair(q0, q1);
       }
-      store_pairs(q, tile, piece);
-      if (piece % 2 == 1 || piece + 1 == PIECES) publish(bar.q_ready(group, piece / 2));
     }
+    store_pairs(q, tile, piece);
+  }
+  template <int COUNT>
+  RL_D void backward_pieces(float (&c1)[2], float (&c2)[2], int piece) const {
+    float x0[16], x1[16];
+    begin_back(x0, piece);
+    if (COUNT == 2) begin_back(x1, piece + 1);
+    wgmma_wait<COUNT - 1>();
+    wgmma_touch(x0);
+    turn_piece(c1, c2, x0, piece);
+    if (COUNT == 2) {
+      wgmma_wait<0>();
+      wgmma_touch(x1);
+      turn_piece(c1, c2, x1, piece + 1);
+    }
+    publish(bar.q_ready(group, piece / 2));
+  }
+  RL_D void backward(float (&c1)[2], float (&c2)[2]) const {
+#pragma unroll 1
+    for (int piece = 0; piece + 2 <= PIECES; piece += 2) backward_pieces<2>(c1, c2, piece);
+    if (PIECES % 2 == 1) backward_pieces<1>(c1, c2, PIECES - 1);
   }
   RL_D void write_slopes(const float (&c1)[2], const float (&c2)[2], int first) const {
 #pragma unroll
