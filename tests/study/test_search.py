@@ -202,7 +202,7 @@ def test_what_cannot_be_fast_enough_is_never_trained(
         (["--budget", "1s", "--trial", "2s"], "shorter than one trial"),
         (["--budget", "soon"], "no time"),
         (["--target", "ko=0.9"], "knockouts are of games"),
-        (["--storage", "mysql://"], "cannot be used"),
+        (["--storage", "mysql://"], "install the database's driver, or give another"),
         (
             ["--space", "width=17,33"],
             "width=17 without heads is no multiple of the base's head width 8; width=33 without heads",

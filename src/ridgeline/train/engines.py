@@ -196,6 +196,10 @@ def engine_step(
             compile=engine.compile,
             seed=seed,
         )
+    if lanes is not None and lanes > 1:
+        raise UnsupportedError(
+            f"lanes={lanes} is the step engine's, and PyTorch's own step has one; set lanes to 1 or 0"
+        )
     return TorchStep(
         cast(Model, model),
         optimizer,

@@ -332,5 +332,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     if (me.lane == 0) store_wait<0>();
   }
   sync_warp();
-  cluster_sync();  // no block leaves while the other may still write to it
+  cluster_leave();
 }

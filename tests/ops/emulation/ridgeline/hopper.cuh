@@ -308,9 +308,13 @@ RL_D void let_next_start() {}
 // ---- clusters
 RL_D u32 cluster_rank() { return machine.rank(); }
 RL_D void cluster_sync() { machine.gather(machine.named[-1], static_cast<int>(machine.fibers.size()), "cluster", false); }
+RL_D void cluster_leave() { machine.gather(machine.named[-2], static_cast<int>(machine.fibers.size()), "cluster", true); }
 RL_D u32 remote_address(u32 address, u32 rank) { return address % emulation::SMEM_STRIDE + rank * emulation::SMEM_STRIDE; }
-RL_D void remote_arrive(u32 barrier, u32 rank) { barrier_arrive(remote_address(barrier, rank)); }
-RL_D void remote_free(u32 remote_barrier) { barrier_arrive(remote_barrier); }
+RL_D void remote_free(u32 remote_barrier) {
+  machine.races.send(machine.current, remote_barrier / emulation::SMEM_STRIDE);
+  barrier_arrive(remote_barrier);
+}
+RL_D void remote_arrive(u32 barrier, u32 rank) { remote_free(remote_address(barrier, rank)); }
 RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
   for (u32 rank = 0; rank < 2; ++rank) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
 }

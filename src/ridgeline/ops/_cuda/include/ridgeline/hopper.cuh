@@ -75,6 +75,11 @@ RL_D u32 cluster_rank() {
 RL_D void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// The same before a block may end: all that its threads have sent to the other's shared memory is there. An arrival that is
+// under way meets the next block on that multiprocessor otherwise, and its barriers.
+RL_D void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // One arrival at the barrier of block `rank`; orders no stores to memory either.
 RL_D void remote_arrive(u32 barrier, u32 rank) {
   asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
