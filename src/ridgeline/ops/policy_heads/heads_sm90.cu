@@ -53,6 +53,15 @@ RL_D void load_weights(const Problem& p, u32 smem, Barriers bar) {
   }
 }
 
+// Of 512 for four warpgroups: what the sums need, and the rest for the rows.
+constexpr int SUM_REGISTERS = round_up(CHUNKS * (V_COLUMNS + SIDE_COLUMNS) / 2 + 28, 8), COPY_REGISTERS = 24;
+constexpr int ROW_REGISTERS = (512 - COPY_REGISTERS - SUM_REGISTERS) / 16 * 8;
+template <int COUNT>
+RL_D void set_registers() {
+  if constexpr (COUNT < 128) registers_down<COUNT>();
+  else registers_up<COUNT>();
+}
+
 // aᵀ dl and qᵀ side over the block's tiles.
 RL_D void sum_gradients(const Problem& p, u32 smem, Barriers bar, int warp, int lane) {
   float down[CHUNKS][V_COLUMNS / 2], side[CHUNKS][SIDE_COLUMNS / 2];
@@ -146,14 +155,14 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     store_shared_4(smem + BIAS + 4 * threadIdx.x, as_bits(threadIdx.x < V ? unpack_one(down_bias[threadIdx.x]) : -infinite()));
   __syncthreads();
   if (role == 0) {
-    registers_down<24>();
+    set_registers<COPY_REGISTERS>();
     if (threadIdx.x == 0) load_weights(p, smem, bar);
     if (lane == 0 && warp < GROUPS) carry(p, smem, bar, warp);
   } else if (role <= GROUPS) {
-    registers_up<160>();
+    set_registers<ROW_REGISTERS>();
     Consumer(p, smem, bar, role - 1, warp, lane).consume();
   } else {
-    registers_up<168>();
+    set_registers<SUM_REGISTERS>();
     sum_gradients(p, smem, bar, warp, lane);
   }
 }
