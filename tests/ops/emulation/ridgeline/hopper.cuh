@@ -200,6 +200,8 @@ RL_D void registers_up() {}
 template <int COUNT>
 RL_D void registers_down() {}
 
+RL_D bool elected() { return machine.lane() == 0; }
+
 // ---- mbarriers
 RL_D void barrier_init(u32 barrier, int arrivals) { machine.barriers[barrier] = {arrivals, arrivals}; }
 RL_D void barrier_init_fence() {}
@@ -219,6 +221,7 @@ RL_D void barrier_wait(u32 barrier, u32 parity) {
   machine.races.take(machine.current, b.complete);
   machine.races.learn(machine.current, machine.races.component(emulation::BARRIER_COPIES, barrier), b.completed);
 }
+RL_D bool barrier_ready(u32 barrier, u32 parity) { return machine.barriers.at(barrier).phase != parity; }
 
 // ---- the copy engine: 16-bit tensors
 struct alignas(64) TensorMap {
