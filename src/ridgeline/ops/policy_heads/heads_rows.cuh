@@ -117,12 +117,12 @@ struct Consumer : Rows {
           s_slope[j][h] = pack_pair(from_bits(sc.x) * half_low(here), from_bits(sc.z) * half_high(here));
         }
       }
+      store_pairs(slope, p_tile(smem, group, piece / 2), piece);
       wgmma_fence();
       add_product(totals.logits, a, piece);
       add_product(totals.v, v_slope, piece);
       add_product(totals.s, s_slope, piece);
       wgmma_commit();
-      store_pairs(slope, p_tile(smem, group, piece / 2), piece);
       store_pairs(a, a_tile(smem, group, piece / 2), piece);
       if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);
       wgmma_wait<0>();

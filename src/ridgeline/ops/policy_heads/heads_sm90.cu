@@ -3,8 +3,8 @@
 //
 //   p → v = r (p + B l − μ s), u = v + c, a = gelu(u), logits = a W2ᵀ + b2, loss, dl → q = r (dl W2) gelu'(u) in p's place
 //
-// A consumer warpgroup takes 64 rows, 32 inner columns at a time; v waits in shared memory from the logits to the gradients,
-// where gelu' comes from it. A fourth warpgroup sums what the weights' gradients need of a head alone, aᵀ dl and
+// A consumer warpgroup takes 64 rows, 32 inner columns at a time; gelu' waits in shared memory from the logits to the
+// gradients, and what the rows' α and β need of it comes by products with W2 beside the logits. A fourth warpgroup sums what the weights' gradients need of a head alone, aᵀ dl and
 // qᵀ [l | μ | 1 / r], over the block's rows, so that a and dl never leave the chip. The first warps of the first warpgroup
 // start the copies.
 //
