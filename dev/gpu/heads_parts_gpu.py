@@ -17,10 +17,8 @@ ROOT, COPIES = Path("src/ridgeline/ops"), Path("/tmp/heads_parts_src")
 ROWS, KERNEL, LAYOUT = "heads_rows.cuh", "heads_sm90.cu", "heads_layout.cuh"
 FORWARD = (ROWS, "          const u32 here = activate<false, true>(u0, u1);\n", "          const u32 here = half_pair(u0, u1);\n")
 FENCE = (ROWS, "    fence_async();\n", "")
-STORE = (KERNEL, "    store_2d(p.p, p_tile(smem, group, chunk), chunk * 64, previous);\n", "")
-COPY = [
-    (KERNEL, "      barrier_expect(bar.p_full(group, free), TILE_BYTES);\n", "      if (tiles.round > 0) {\n        barrier_arrive(bar.p_full(group, free));\n        continue;\n      }\n      barrier_expect(bar.p_full(group, free), TILE_BYTES);\n"),
-]  # fmt: skip
+STORE = (KERNEL, "    store_2d(p.p, p_tile(smem, group, chunk), chunk * 64, row);\n", "")
+COPY = [(KERNEL, "      load_p(p, smem, bar, group, chunk - 1, tiles.row());\n", "      barrier_arrive(bar.p_full(group, chunk - 1));\n")]
 NO_TOTALS = (ROWS, "      add_product(totals.logits, a, piece);\n      add_product(totals.v, v_slope, piece);\n      add_product(totals.s, s_slope, piece);\n", "      for (int i = 0; i < 4; ++i) totals.logits[i] += from_bits(a[i][0] ^ a[i][1]), totals.v[i] += from_bits(v_slope[i][0] ^ v_slope[i][1]), totals.s[i] += from_bits(s_slope[i][0] ^ s_slope[i][1]);\n")  # fmt: skip
 NO_DA = (ROWS, "        wgmma_registers<64, 1>(x, dl[k], operand_mn_major(down_piece(2 * chunk) + 2048 * k, 0), k > 0);\n", "        for (int i = 0; i < 32; ++i) x[i] = from_bits(dl[k][i % 4]) + i;\n")  # fmt: skip
 NO_HEARD = (ROWS, "        wgmma_registers<32, 1>(x, earlier[k], operand_mn_major(earlier_piece(piece) + 2048 * k, 0), 1);\n", "        x[k] += from_bits(earlier[k][0]);\n")  # fmt: skip
