@@ -121,9 +121,9 @@ def twice(step):
     hopper._kernel.cache_clear()
     real = hopper._kernel
     hopper._kernel = lambda *which: Twice(real(*which))
-    found = profiled(captured(step), "head")
+    found = profiled(captured(step), ("head",))
     hopper._kernel = real
-    us = [statistics.median(us for _, us in found[i::6]) for i in range(6)]
+    us = [statistics.median(us for _, us, _ in found[i::6]) for i in range(6)]
     print(f"each twice: first time {us[::2]}, behind itself {us[1::2]} us", flush=True)
 
 
