@@ -125,3 +125,20 @@ def test_a_report_counts_wherever_it_stands(verdicts: ModuleType, monkeypatch: p
     lines = "\n".join(verdicts.table({"racecheck": [clean, found]}, {"gemm", "head"}))
     assert "of 2 kernels 1 clean, 1 known, 0 REPORT, 0 none" in lines
     assert "known, a reason: head" in lines
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_no_tool_reports_what_is_not_known(tool: str, tmp_path: Path) -> None:
+    """One small run of each kernel: every one has a verdict, every report a reason, and a planted mistake is seen."""
+    if "COMPUTE_SANITIZER" not in os.environ:
+        pytest.skip("takes minutes: COMPUTE_SANITIZER is to name the tool (compute-sanitizer, beside nvcc)")
+    done = subprocess.run(
+        [sys.executable, FOLDER / "sanitize_gpu.py", "580", tool],
+        env={**os.environ, "OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -129,7 +129,7 @@ class TrainStep:
             orthogonal=_orthogonal(model, optimizer, orthogonal),
             lanes=lanes,
         )
-        self.replicas.same(self.flat.masters)
+        self.replicas.same([self.flat.masters, *self.flat.beside()])
         self.flat.refresh()
         rank, world = self.replicas.rank, self.replicas.world
         whole = accumulate * lanes * world == 1

@@ -6,7 +6,8 @@
 Implementations (`impl`):
     reference   explicit attention in the tensors' dtype; dropout masks from the counter of ops.dropout
     torch       what a PyTorch expert writes: scaled_dot_product_attention and F.dropout (PyTorch's own masks)
-    fused       the reference's function, masks included, by the kernels of models.fused
+    fused       the reference's function, masks included, by the kernels of models.fused; fused+lean and fused+leanest
+                keep less for the backward pass (models.plan)
     m0 … r16    the same function on a rung of the ladder (models.rungs), single changes such as m2+reuse included
 """
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models.config import DecoderConfig
+from ridgeline.models.plan import fused_plan
 from ridgeline.models.rungs.ladder import find_rung, is_rung
 from ridgeline.ops.attention.reference import attention_reference, skew
 from ridgeline.ops.dropout import DropoutState, check_dropping, hidden_keep, quantise
@@ -37,7 +39,7 @@ def check_impl(impl: str) -> str:
     """
     if isinstance(impl, str) and is_rung(impl):
         find_rung(impl)
-    elif impl not in IMPLEMENTATIONS:
+    elif fused_plan(impl) is None and impl not in IMPLEMENTATIONS:
         raise UnsupportedError(nearest(impl, IMPLEMENTATIONS, "implementation"))
     return impl
 
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
     @property
     def fuses_ends(self) -> bool:
         """Whether the model's input and heads run by fused kernels, as its blocks do."""
-        return self.impl == "fused" or (is_rung(self.impl) and find_rung(self.impl).pointwise != "unfused")
+        return fused_plan(self.impl) is not None or (is_rung(self.impl) and find_rung(self.impl).pointwise != "unfused")
 
     def products(self) -> contextlib.AbstractContextManager[object]:
         """What the linear layers around the decoder run in: on a rung, its products take PyTorch's place."""
@@ -259,7 +261,7 @@ class Decoder(nn.Module):
             dropout = self.next_dropout()
         if self.impl not in ("reference", "torch"):
             self._check_kernels(x_BTC, dropout)
-        if self.impl == "fused":
+        if fused_plan(self.impl) is not None:
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 
             return fused_stack(self, x_BTC, dropout)
