@@ -26,19 +26,26 @@ def verdicts() -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build of torch for CUDA has a card of its own")
-def test_each_kernel_has_a_case_and_none_is_without(verdicts: ModuleType) -> None:
-    """Every case runs to its end on a Hopper card of fake tensors; between them they launch all kernels there are."""
+def test_each_kernel_has_a_case_and_each_form_of_the_goals(verdicts: ModuleType) -> None:
+    """Every case runs to its end on a Hopper card of fake tensors; between them they launch all kernels there are.
+
+    And a step of each goal's workload, at its size, launches no CUDA C++ in a form that no case launches.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # as on a card
     done = subprocess.run(
         [sys.executable, FOLDER / "sanitize_rehearsal.py"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    cases = [json.loads(line) for line in done.stdout.splitlines()]
-    launched = {kernel for case in cases for kernel in case["launched"]}
-    assert launched == verdicts.kernels()
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    cases = [each for each in told if not each["case"].startswith("goal ")]
+    assert {kernel for case in cases for kernel in case["launched"]} == verdicts.kernels()
     in_jobs = [name for job in importlib.import_module("sanitize_gpu").JOBS for name in job.split("+")]
     assert sorted(in_jobs) == sorted(case["case"] for case in cases)
+    of_cases = {form for case in cases for form in case["forms"]}
+    of_goals = {form: each["case"] for each in told[len(cases) :] for form in each["forms"]}
+    assert len(of_goals) > 50
+    assert {form: goal for form, goal in of_goals.items() if form not in of_cases} == {}
 
 
 def test_kernels_are_found_whose_name_a_macro_chooses(verdicts: ModuleType) -> None:
