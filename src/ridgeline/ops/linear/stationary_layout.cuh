@@ -6,14 +6,17 @@
 using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
-constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
-constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
+constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a chunk of A, and a tile of D, U or C
+// What comes and goes together: two chunks of 64 values of K, so that a warp has two parts of the epilogue at a time, whose
+// arithmetic runs side by side.
+constexpr int PER_UNIT = K_CHUNKS % 2 ? 1 : 2, UNITS = K_CHUNKS / PER_UNIT, UNIT_BYTES = PER_UNIT * TILE_BYTES;
+constexpr int STAGES = LAPS * UNITS;                        // slots of the ring, each a unit; a tile of A takes UNITS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr int OUTPUTS = BOTH ? 2 : 1;
 constexpr bool BY_ROW = NORM || SCALED;  // the epilogue has a number for each row of A
 // dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two buffers of rows'
 // numbers
-constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
+constexpr int STAGING = STAGES * UNIT_BYTES, C_TILES = STAGING + GROUPS * 2 * OUTPUTS * TILE_BYTES;
 constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * TILE_BYTES : 0), ROW_NUMBERS = BARRIERS + 1024;
 constexpr int ROW_NUMBERS_BYTES = 4 * ROWS;
 static_assert(K_CHUNKS <= 8, "B does not fit the registers");
@@ -58,7 +61,7 @@ struct Ring {
   int first = 0;  // slot of the next tile
   u32 phase = 0;
   RL_D void advance() {
-    first += K_CHUNKS;
+    first += UNITS;
     if (first == STAGES) first = 0, phase ^= 1;
   }
 };
