@@ -8,8 +8,9 @@ using namespace rl;
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a chunk of A, and a tile of D, U or C
 // What comes and goes together: two chunks of 64 values of K, so that a warp has two parts of the epilogue at a time, whose
-// arithmetic runs side by side.
-constexpr int PER_UNIT = K_CHUNKS % 2 ? 1 : 2, UNITS = K_CHUNKS / PER_UNIT, UNIT_BYTES = PER_UNIT * TILE_BYTES;
+// arithmetic runs side by side. With a factor (epilogue 3) there is too little of it to gain by that.
+constexpr int PER_UNIT = K_CHUNKS % 2 || EPILOGUE == 3 ? 1 : 2, UNITS = K_CHUNKS / PER_UNIT;
+constexpr int UNIT_BYTES = PER_UNIT * TILE_BYTES;
 constexpr int STAGES = LAPS * UNITS;                        // slots of the ring, each a unit; a tile of A takes UNITS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr int OUTPUTS = BOTH ? 2 : 1;
