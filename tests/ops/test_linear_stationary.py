@@ -70,8 +70,23 @@ def test_gelu_in_half_precision_keeps_nan(compile_host: Callable[..., ctypes.CDL
         stationary.defines(512, Form(bias=True, residual=True, dropout=True)),
         stationary.defines(512, Form(transposed_b=True, factor=True)),
         stationary.defines(256, Form(transposed_b=True, factor=True)),
+        stationary.defines(256, Form(bias=True, gelu="tanh", slope=True)),
+        stationary.defines(384, Form(bias=True, gelu="exact", slope=True)),
+        stationary.defines(512, Form(bias=True, gelu="exact", slope=True), folded=True),
+        stationary.defines(512, Form(bias=True, residual=True, dropout=True), folded=True),
     ],
-    ids=["bias", "gelu", "gelu-fp16", "residual", "factor", "small-factor"],
+    ids=[
+        "bias",
+        "gelu",
+        "gelu-fp16",
+        "residual",
+        "factor",
+        "small-factor",
+        "small-gelu",
+        "middle-gelu",
+        "folded-gelu",
+        "folded-residual",
+    ],
 )
 def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
     macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

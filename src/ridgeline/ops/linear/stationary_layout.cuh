@@ -7,9 +7,10 @@ using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a chunk of A, and a tile of D, U or C
-// What comes and goes together: two chunks of 64 values of K, so that a warp has two parts of the epilogue at a time, whose
-// arithmetic runs side by side. With a factor (epilogue 3) there is too little of it to gain by that.
-constexpr int PER_UNIT = K_CHUNKS % 2 || EPILOGUE == 3 ? 1 : 2, UNITS = K_CHUNKS / PER_UNIT;
+// What comes and goes together. At K 512 two chunks of 64 values, so that a warp has two parts of the epilogue at a time,
+// whose arithmetic runs side by side: not with a factor (epilogue 3), where there is too little of it to gain by that, and
+// not below, where two chunks would have four parts, which do not fit the registers.
+constexpr int PER_UNIT = K_CHUNKS == 8 && EPILOGUE != 3 ? 2 : 1, UNITS = K_CHUNKS / PER_UNIT;
 constexpr int UNIT_BYTES = PER_UNIT * TILE_BYTES;
 constexpr int STAGES = LAPS * UNITS;                        // slots of the ring, each a unit; a tile of A takes UNITS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
