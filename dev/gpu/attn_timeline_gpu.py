@@ -10,6 +10,7 @@ OUT = Path(os.environ.get("OUT", "/tmp")); LIMIT = float(sys.argv[1]) if len(sys
 COMMON = '''
 RL_D long long ns_now() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
 #define PLACE(i) reinterpret_cast<long long*>(MARKS)[(blockIdx.x * 8 + (threadIdx.x >> 7)) * 64 + (i)]
+#define WARP(i) do { if ((threadIdx.x & 31) == 0) PLACE((i) + 7 * (threadIdx.x >> 5 & 3)) = clock64(); } while (0)
 #define MARK(i) do { if ((threadIdx.x & 127) == 0) PLACE(i) = clock64(); } while (0)
 #define ENTER() do { if ((threadIdx.x & 127) == 0) PLACE(0) = clock64(), PLACE(1) = ns_now(); } while (0)
 #define LEAVE() do { if ((threadIdx.x & 127) == 0) PLACE(4) = clock64(), PLACE(5) = ns_now(); } while (0)
@@ -19,6 +20,12 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
         ("namespace rl {\n", "namespace rl {\n#define MARKS a.column_sums\n" + COMMON),
         ("  const Here p;\n  p.start();\n", "  const Here p;\n  ENTER();\n  p.start();\n  MARK(3);\n"),
         ("  const u32 queries = operand_at(p.pair(tile));\n", "  const u32 queries = operand_at(p.pair(tile));\n  MARK(8 + tile);\n"),
+        ("  wait_for_previous();\n  rows.load", "  WARP(8);\n  wait_for_previous();\n  WARP(9);\n  rows.load"),
+        ("  advance(-1);\n  if (p.warp == 3) begin_notes(a, p.lane);\n", "  advance(-1);\n  WARP(13);\n  if (p.warp == 3) begin_notes(a, p.lane);\n  WARP(10);\n"),
+        ("      copy_tile(a, p, copied, copies);\n", "      copy_tile(a, p, copied, copies);\n      if (copies == 0) WARP(11);\n"),
+        ("      p.wait_full(statistics);\n", "      p.wait_full(statistics);\n      if (statistics == 0) WARP(12);\n"),
+        ("      p.arrive(p.ready(statistics));\n", "      p.arrive(p.ready(statistics));\n      if (statistics == 0) WARP(14);\n"),
+        ("      p.wait_own(spans);\n      const", "      if (spans == 0) MARK(6);\n      p.wait_own(spans);\n      if (spans == 0) MARK(7);\n      const"),
         ("          multiply_span(dq, p.square(tile, 0)", "          MARK(8 + tile);\n          multiply_span(dq, p.square(tile, 0)"),
         ("    run_queries(a, p);\n  }\n", "    run_queries(a, p);\n  }\n  LEAVE();\n"),
     ],
@@ -31,7 +38,8 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
     ],
     "plain_sum.cu": [
         ("#include \"plain_spans.cuh\"\n", "#include \"plain_spans.cuh\"\n#define MARKS column_sums\nnamespace rl {" + COMMON + "}\n"),
-        ("  wait_for_previous();\n", "  ENTER();\n  wait_for_previous();\n  MARK(3);\n"),
+        ("  let_next_start();\n", "  ENTER();\n  let_next_start();\n"),
+        ("#pragma unroll 2\n", "  MARK(3);\n#pragma unroll 2\n"),
         ("#if RL_COLUMN_SUMS\n", "  LEAVE();\n#if RL_COLUMN_SUMS\n"),
     ],
 }
@@ -76,7 +84,7 @@ def run(folder, G, out):
     cut = lambda x: [y.unflatten(-1, (-1, D)) for y in x.split([H * D, G * D, G * D], -1)]
     do, o = (torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     lse = torch.zeros(B * H * T + 2 * 132 * 8 * 64, device="cuda")
-    marks = {k: torch.zeros(c, 8, 64, dtype=torch.int64, device="cuda") for k, c in (("plain_backward", 132), ("plain_sum", 1024))}
+    marks = {k: torch.zeros(c, 8, 64, dtype=torch.int64, device="cuda") for k, c in (("plain_backward", 132), ("plain_sum", 2048))}
     real = plain.cuda.load
     class Marked:
         def __init__(s, k, name): s.k, s.name = k, name
@@ -112,6 +120,15 @@ def run(folder, G, out):
     for k, v in found.items():
         times = v[:, :, [1, 5]]; times = times[times > 0]
         print("TIMELINE", name, k, "from", int(times.min()) - zero, "to", int(times.max()) - zero, "ns after the forward began", flush=True)
+        if k == "plain_backward":
+            at = v[:, 2, 8:36].view(-1, 4, 7) - v[:, 2, 3].view(-1, 1, 1)
+            names = ("before the wait", "done", "notes begun", "first copy", "first tile", "advanced", "statistics")
+            print("TIMELINE", name, "who prepares, by warp, cycles from its start", {f"{n} {w}": few(at[:, w, i].tolist()) for i, n in enumerate(names) for w in range(4)}, flush=True)
+            print("TIMELINE", name, "keys waited for, there", [[few((v[:, g, m] - v[:, g, 3]).tolist()) for m in (6, 7)] for g in (0, 1)], flush=True)
+        if k == "plain_sum":
+            start = int(found["plain_backward"][:, :, 1][found["plain_backward"][:, :, 1] > 0].min())
+            ns = v[:1024, 0, [1, 5]].view(8, -1, 2) - start
+            print("TIMELINE", name, "sum, by four tiles: entered and left, us after the backward's first block entered", [[round(x / 1000, 1) for x in few(ns[g, :, e].tolist())] for g in range(8) for e in (0, 1)], flush=True)
         report(f"{name} {k}", v, {"forward": range(4), "plain_backward": (0, 1, 3), "plain_sum": ()}[k], out)
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 PYTHONPATH=src:SITE OUT=$OUT python dev/gpu/studies_gpu.py SECONDS TINYSHAKESPEARE train|time|all JOB[:PROCESSES]…
 
 `train` trains comparisons beside each other over all visible cards: models (gpt2-c256, fast-c256 and each change
-between), recipe (shakespeare-fast and each part taken back or added), article (gpt2-c256 and fast-c256 by the
-article's recipe), boxing (recipes on Boxing's demonstrations); with divergence (divergence_gpu.py) as a further job. A
+between), recipe (shakespeare-fast and each part taken back or added), boxing (the same of boxing-fast), article
+(gpt2-c256 and fast-c256 by the article's recipe); with divergence (divergence_gpu.py) as a further job. A
 contender's runs are one process, so what it needs is compiled once; recipe:6 trains six contenders at a time.
 `time` first finishes what was cut off; of what is still not whole, the seeds that all contenders have make the record.
 Then it times a step of every contender on the first card, which nothing else may use by then, and writes the records.
@@ -36,9 +36,9 @@ GO = HOME / "go"
 REHEARSAL, TINY = os.environ.get("REHEARSAL", "").split(), os.environ.get("TINY", "")
 STARTED: list = []
 CLOCK_S, RECORD_S = 12, 9  # kept for what is timed, and for its records
-ALONE_S = {"inversion": 90, "search": 66, "confirm": 34}
-FAST, TARGET, SEEDS, TRIAL_S = "shakespeare-fast", 1.4697, 3, 1.8
-KEPT = ("result.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "search.db")
+ALONE_S = {"inversion": 60, "search": 66, "confirm": 34}
+FAST, BOXER, TARGET, SEEDS, TRIAL_S = "shakespeare-fast", "boxing-fast", 1.4697, 3, 1.8
+KEPT = ("result.json", "record.json", "pace.json", "plan.json", "config.toml", "metrics.jsonl", "*.txt", "search.db")
 RECIPES = (
     "optimizer.algorithm=adamw+optimizer.lr=2e-3+steps=2400",
     "positions=learned",
@@ -50,13 +50,12 @@ ARTICLE = "+".join(
     f"optimizer.{setting}"
     for setting in ("lr=3e-4", "floor=3e-4", "warmup=0", "weight_decay=0.01", "betas=[0.9,0.999]")
 )
-MUON = "optimizer.algorithm=muon"
 BOXING = (
-    "boxing+steps=3200",
-    f"boxing+steps=3200+{MUON}",
-    "boxing+steps=1600+batch=128+optimizer.lr=4e-3",
-    f"boxing+steps=1600+batch=128+optimizer.lr=4e-3+{MUON}",
-    f"boxing+steps=800+batch=512+optimizer.lr=6e-3+{MUON}",
+    "optimizer.algorithm=adamw+steps=3200",
+    "optimizer.stable=0.5",
+    "stages=[[0.4,64,8]]",
+    "stages=[[0.4,16,16]]",
+    "batch=128+optimizer.lr=4e-3",
 )
 COMPARISONS = {  # by name: contenders, and what is asked
     "recipe": ((FAST, *(f"{FAST}+{change}" for change in RECIPES)), f"--recipes --target {TARGET}"),
@@ -66,7 +65,7 @@ COMPARISONS = {  # by name: contenders, and what is asked
         (f"gpt2-c256+{ARTICLE}", f"fast-c256+{ARTICLE}"),
         "--recipes --target 2.4844 --steps 200 --eval-interval 25",
     ),
-    "boxing": (BOXING, "--recipes --target 0.55 --eval-interval 80"),
+    "boxing": ((BOXER, *(f"{BOXER}+{change}" for change in BOXING)), "--recipes --target 0.6 --eval-interval 80"),
 }
 ALONE = {
     "inversion": ["inversion", "fast-c256", "gpt2-c256"],
@@ -233,7 +232,8 @@ def confirmed():
     steps = round(found["tokens_per_s"] * TRIAL_S / (chosen["batch"] * chosen["context"]))
     kv_heads = "none" if chosen["kv_heads"] == "all" else chosen["kv_heads"]
     sizes = f"layers={chosen['layers']}+kv_heads={kv_heads}+mlp_width={chosen['mlp_ratio'] * chosen['width']}"
-    recipe = f"batch={chosen['batch']}+optimizer.lr={chosen['lr']:.2g}+steps={steps}"
+    # as many validations as the preset has: a loss counts as held from one of them on
+    recipe = f"batch={chosen['batch']}+optimizer.lr={chosen['lr']:.2g}+steps={steps}+eval_interval={steps // 15}"
     say("to be confirmed: trial", found["number"], sizes, recipe)
     return [
         *("compare", f"{FAST}{TINY}", f"{FAST}+{sizes}+{recipe}{TINY}", "--recipes", "--target", str(TARGET)),

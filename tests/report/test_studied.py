@@ -10,18 +10,20 @@ from ridgeline.records import ContenderResult, Record
 from ridgeline.report import docs, studied
 
 
-def study(target: float | None = None, gpus: int = 1, steps: int = 1200) -> Record:
+def study(target: float | None = None, gpus: int = 1, steps: int = 1200, names: str = "abc") -> Record:
     rows: list[dict[str, Any]] = [
         {"contender": name, "parameters": 4_837_888, "learning_rate": 2e-3, "at_edge": name == "b", "best_loss": 1.49,
          "best_spread": 0.0021, "final_loss": 1.5, "final_spread": None, "tokens_per_s": 7.2e6}
-        for name in ("a", "b")
+        for name in names
     ]  # fmt: skip
-    rows[1]["difference"] = "+0.0100 (+0.0050 to +0.0150), beyond the spread"
+    for row in rows[1:]:
+        row["difference"] = "+0.0100 (+0.0050 to +0.0150), beyond the spread"
     if target is not None:
         rows[0] |= {"reached": 3, "target_steps": 740.0, "target_s": 1.234, "target_spread_s": 0.05}
-        rows[1] |= {"reached": 2, "target_steps": None, "target_s": None, "target_spread_s": None}
+        for row in rows[1:]:
+            row |= {"reached": 2, "target_steps": None, "target_s": None, "target_spread_s": None}
     curves = [
-        {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5]},
+        {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5], "seconds": [0.1, 0.2]},
         {"figure": "standings", "name": "standings", "rows": rows},
         {"figure": "setting", "name": "setting", "seeds": 3, "target": target, "steps": {"a": steps}},
     ]
@@ -45,11 +47,19 @@ def test_a_comparison_and_a_recipe_are_told_apart():
     both = [study(2.4844, steps=200), *records]
     assert "held 2.4844" in studied.article(both)
     assert studied.recipe(both) == text
+    pair = study(1.5, names="ab")
+    assert "held 1.5 |" in studied.confirmed([pair, *both])
+    assert studied.recipe([pair, *both]) == text
+    pictures = studied.pictures([pair, *both])
+    assert {name: section.key for name, section in pictures.items()} == {
+        "comparison": "loss-0", "recipe": "loss-0", "confirmed": "loss-0-seconds"
+    }  # fmt: skip
+    assert studied.confirmed(both) == studied.MISSING
     assert studied.comparison([study(gpus=0)]) == studied.recipe([study()]) == studied.MISSING
 
 
 def test_what_all_contenders_share_is_said_once():
-    record = study(2.4844, steps=200)
+    record = study(2.4844, steps=200, names="ab")
     both = "+optimizer.lr=3e-4+optimizer.floor=3e-4"
     renamed = [f"a{both}", f"a+kv_heads=1{both}"]
     curves = [
@@ -121,11 +131,18 @@ def test_a_search():
 
 def test_an_inversion():
     ways = [samples.result(name, ms, 32, 256) for name, ms in (("a:eager", 4.0), ("b:compile", 3.0))]
-    record = samples.record("study", "a", 32, 256, contenders=ways)
-    text = studied.inversion([study(), record])
-    assert text.splitlines()[4].startswith("| `b:compile` | 3.000 | ")
-    assert text.splitlines()[5].startswith("| `a:eager` | 4.000 | ")
-    assert studied.inversion([study()]) == studied.MISSING
+    told = {"eager": "a", "compiled": "b", "way": "compile", "ratio": 0.75, "low": 0.7, "high": 0.8, "inverted": False}
+    rows = [told, {**told, "way": "compile+graph", "high": 1.1, "inverted": None}]
+    curves = [{"figure": "inversion", "name": "inversion", "rows": rows}]
+    record = samples.record("study", "a", 32, 256, contenders=ways, curves=curves)
+    lines = studied.inversion([study(), record]).splitlines()
+    assert lines[4].startswith("| `b:compile` | 3.000 | ")
+    assert lines[5].startswith("| `a:eager` | 4.000 | ")
+    assert lines[-2:] == [
+        "| `a` | `b:compile` | 0.75 | 0.70 to 0.80 | no |",
+        "| `a` | `b:compile+graph` | 0.75 | 0.70 to 1.10 | not told apart |",
+    ]
+    assert studied.inversion([study(), replace(record, gpus=0)]) == studied.MISSING
 
 
 def test_long_windows_stand_beside_the_accounting():
@@ -140,6 +157,6 @@ def test_long_windows_stand_beside_the_accounting():
 
 
 def test_documents_take_them():
-    for name in ("comparison", "recipe", "divergence", "starts", "inversion", "article", "long-windows"):
+    for name in ("comparison", "recipe", "divergence", "starts", "inversion", "confirmed", "article", "long-windows"):
         text = f"<!-- from records: {name} -->\nold\n<!-- end -->"
         assert docs.written(text, []) == text.replace("old", studied.MISSING)

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -23,6 +24,7 @@ from ridgeline.train.settings import from_dict, override, read_toml, to_dict, to
         ({"minutes": 1.0}, "exactly one of steps, tokens and minutes, got steps, minutes"),
         ({"steps": 0}, "steps must be positive"),
         ({"steps": None, "minutes": math.nan}, "minutes must be positive"),
+        ({"steps": None, "minutes": math.inf}, "minutes must be positive and finite, got inf"),
         ({"precision": "bf61"}, "unknown precision 'bf61'; did you mean bf16"),
         ({"engine": "eagre"}, "unknown engine 'eagre'; did you mean eager"),
         ({"track": ("tensorbord",)}, "unknown tracker 'tensorbord'; did you mean tensorboard"),
@@ -39,6 +41,10 @@ def test_engines_are_named_once_rungs_and_their_single_changes_included(config, 
     assert change(config, engine="m2+reuse").engine == "m2+reuse"
     assert engine_called("m3") is ENGINES["m3"]
     assert engine_called("r16").lanes == 2
+    assert engine_called("best+lean") == dataclasses.replace(ENGINES["best"], impl="fused+lean")
+    assert change(config, engine="best+leanest").engine == "best+leanest"
+    with pytest.raises(RidgelineError, match="unknown plan of the fused blocks 'leen'; did you mean lean"):
+        change(config, engine="best+leen")
     alone = engine_called("m2+capture")
     assert (alone.impl, alone.capture, alone.own, alone.prefetch) == ("m2+capture", True, True, False)
     for name in ("m2+captur", "m5"):
@@ -128,6 +134,7 @@ def test_files_that_are_no_settings(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(tmp_path / "none.toml")
     file = tmp_path / "broken.toml"
-    file.write_text("batch = = 3")
-    with pytest.raises(ConfigError, match="is not TOML"):
-        read_toml(file)
+    for broken in ("batch = = 3", f"batch = {'[' * 10_000}"):
+        file.write_text(broken)
+        with pytest.raises(ConfigError, match="is not TOML"):
+            read_toml(file)

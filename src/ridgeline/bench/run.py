@@ -20,7 +20,7 @@ from ridgeline.bench.circumstances import git_revision, versions
 from ridgeline.bench.contenders import find_contender
 from ridgeline.bench.nvml import Clocks, Monitor, course, merged, monitor
 from ridgeline.bench.plan import CPU_PLAN, Plan
-from ridgeline.bench.processes import Team
+from ridgeline.bench.processes import Team, close_all
 from ridgeline.bench.timing import summarise
 from ridgeline.bench.workloads import Workload
 from ridgeline.cost import Utilisation, floor_of, step_utilisation, table_rates
@@ -67,8 +67,7 @@ class _Bench:
                 keep()
             return [*(team.name for team in crowded), *late]
         finally:
-            for team in teams:
-                team.close()
+            close_all(teams)
 
     def _start(self, names: Sequence[str], teams: list[Team]) -> list[str]:
         """Starts the contenders, into `teams`, and says which of them the group has no time for."""
@@ -79,7 +78,7 @@ class _Bench:
             for team in teams:
                 team.wait(max(0.0, end - time.monotonic()))
             for team in teams:
-                self._release(team)
+                settle(team, self.plan)
             return []
         began, needs = time.monotonic(), [0.0]
         for place, name in enumerate(names):
@@ -91,29 +90,17 @@ class _Bench:
             team = Team(self.case, name, self.device, self.plan, self.gpus)
             teams.append(team)
             team.first_step_s = team.wait(self.plan.build_s).get("first_step_s")
-            turn = self._release(team)
+            turn = settle(team, self.plan)
             # its turns, and as long again as it took to start for what is looked at afterwards
             needs.append(self.plan.rounds * turn + time.monotonic() - start)
         return []
-
-    def _release(self, team: Team) -> float:
-        """A short turn that nobody looks at; it ends with unused memory given back. Returns what a turn will take."""
-        if team.error:
-            return 0.0
-        team.send({"time": 2, "at_least_s": 0.0})
-        times = team.wait(self.plan.build_s).get("times_ms", [0.0])
-        return max(self.plan.turn_s, min(times) * self.plan.steps / 1e3)
 
     def _turns(self, teams: list[Team]) -> None:
         for number in range(self.plan.rounds):
             self.say(f"round {number + 1} of {self.plan.rounds}")
             for team in teams if number % 2 == 0 else reversed(teams):
-                if team.error:
-                    continue
-                team.send({"time": self.plan.steps, "at_least_s": self.plan.turn_s})
-                answer = team.wait(self.plan.build_s, self.watch, self.load)
-                team.times_ms += answer.get("times_ms", [])
-                team.peak = answer.get("peak_memory_bytes")
+                if not team.error:
+                    take_turn(team, self.plan, self.watch, self.load)
 
     def _look_inside(self, teams: list[Team]) -> None:
         """Phases and kernels of each contender, after all turns: a measurement that fails costs no result."""
@@ -182,6 +169,31 @@ class _Bench:
         )
 
 
+def settle(team: Team, plan: Plan) -> float:
+    """A short turn that nobody looks at; it ends with unused memory given back. Returns what a turn will take."""
+    if team.error:
+        return 0.0
+    team.send({"time": 2, "at_least_s": 0.0})
+    times = team.wait(plan.build_s).get("times_ms", [0.0])
+    return max(plan.turn_s, min(times) * plan.steps / 1e3)
+
+
+def take_turn(team: Team, plan: Plan, watch: Monitor | None, load: list[Clocks]) -> list[float]:
+    """Times a turn of a contender; its milliseconds, which the team keeps too. None where it failed, which it says.
+
+    Args:
+        team: the contender, built.
+        plan: how long a turn is.
+        watch, load: a card that is read meanwhile, and where to.
+    """
+    team.send({"time": plan.steps, "at_least_s": plan.turn_s})
+    answer = team.wait(plan.build_s, watch, load)
+    times: list[float] = answer.get("times_ms", [])
+    team.times_ms += times
+    team.peak = answer.get("peak_memory_bytes")
+    return times
+
+
 def check_run(contenders: Sequence[str], device: torch.device, gpus: Sequence[int]) -> list[str]:
     """The names of contenders that can be measured together on each of these numbers of cards.
 
@@ -237,7 +249,7 @@ def run_bench(
     plan = plan or (Plan() if device.type == "cuda" else CPU_PLAN)
     bench = _Bench(case, device, plan, watch, several=len(gpus) > 1, say=say)
     before = watch.read() if watch else None
-    blank = _blank(case, device, max(gpus), watch)
+    blank = blank_record(case, device, max(gpus), watch)
     if onto is not None:
         _check_alike(onto, blank)
         bench.results += onto.contenders
@@ -276,8 +288,8 @@ def _clocks(onto: Record | None, before: Clocks | None, load: list[Clocks], watc
     return merged(earlier, course(before, load, watch.read()))
 
 
-def _blank(case: Workload, device: torch.device, gpus: int, watch: Monitor | None) -> Record:
-    """A record without results."""
+def blank_record(case: Workload, device: torch.device, gpus: int, watch: Monitor | None) -> Record:
+    """A record of kind "bench" without results, and without the clocks of `watch`, the card's monitor."""
     cuda = device.type == "cuda"
     return Record(
         kind="bench",

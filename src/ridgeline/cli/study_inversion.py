@@ -26,9 +26,10 @@ from ridgeline.train.engines import find_device, find_precision
 class Options:
     """Is one model faster run eagerly than another that is compiled, on this machine?
 
-    Both are timed under both ways, in the order A, B, B, A. With --json the last line is {"record", "ratio",
-    "inverted", "contenders"}: `ratio` is how many times as fast the first is eagerly as the second compiled, and
-    `inverted` is null where the spread swallows the difference.
+    Both are timed eagerly, compiled and, on a card, compiled into a CUDA graph, in turns. With --json the last line is
+    {"record", "answers", "contenders"}: of each answer, `ratio` is how many times as fast `eager` is run eagerly as
+    `compiled` is by `way`, with its 95 % interval over rounds, `low` to `high`; `inverted` is null where that does not
+    exclude equal times. The first answer is the one asked for; the others are the rest of both directions.
 
     Attributes:
         models: two presets: the one run eagerly, then the one compiled.
@@ -61,15 +62,15 @@ def run(arguments: Sequence[str]) -> int:
     precision = find_precision(options.precision, device)
     a, b = (workload(name, batch=batch, context=context, precision=precision) for name in options.models)
     check_place(options.out)
-    # no first step is asked for, so what the first run of a model has compiled serves its second; a step that waits for
-    # the host is never steady enough to end a warm-up, and each model has two runs
-    plan = dataclasses.replace(CPU_PLAN if cpu else Plan(profile=0, rounds=4, warm_s=3), phases=0, together=True)
+    # a step that waits for the host is never steady enough to end a warm-up by itself
+    plan = CPU_PLAN if cpu else Plan(rounds=6, warm_s=2)
     said = Console(stderr=True)
     result = inversion(a, b, device, plan, lambda line: said.print(line, highlight=False))
     file = keep_record(result.record, options.out)
     if options.json:
         contenders = [dataclasses.asdict(contender) for contender in result.record.contenders]
-        made = {"record": str(file), "ratio": result.ratio, "inverted": result.inverted, "contenders": contenders}
+        answers = [dataclasses.asdict(answer) | {"inverted": answer.inverted} for answer in result.answers]
+        made = {"record": str(file), "answers": answers, "contenders": contenders}
         print(json.dumps(made))
     else:
         _print(result, file)
@@ -85,9 +86,12 @@ def _print(result: Inversion, file: Path) -> None:
         table.add_row(contender.name, f"{contender.step_ms:.3f}", f"{spread:.1f}", f"{speed:,.0f}")
     console = Console()
     console.print(table)
-    words = {
-        True: f"is {result.ratio:.2f} times as fast as",
-        False: f"reaches {result.ratio:.2f} of the speed of",
-        None: "cannot be told apart, beyond the spread, from",
-    }[result.inverted]
-    console.print(f"{result.eager} run eagerly {words} {result.compiled} compiled; the record is in {file}")
+    for answer in result.answers:
+        words = {
+            True: f"is {answer.ratio:.2f} times as fast as",
+            False: f"reaches {answer.ratio:.2f} of the speed of",
+            None: "cannot be told apart from",
+        }[answer.inverted]
+        between = f"({answer.low:.2f} to {answer.high:.2f})"
+        console.print(f"{answer.eager} eagerly {words} {answer.compiled} by {answer.way} {between}", highlight=False)
+    console.print(f"the intervals are over rounds, at 95 %; the record is in {file}")

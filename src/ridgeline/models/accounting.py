@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeline.cost import INSTRUCTION, OpCost, StepCost, Storage, storage
+from ridgeline.cost import OpCost, StepCost, Storage, storage
 from ridgeline.errors import ConfigError
 from ridgeline.hardware import Precision
 from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig, PolicyConfig
@@ -20,7 +20,6 @@ from ridgeline.ops.dropout.cost import MASK_FLOPS, dropout_pass
 from ridgeline.ops.embedding.cost import embedding, positions
 from ridgeline.ops.linear.cost import (
     add_pass,
-    linear_again,
     linear_forward,
     linear_input_gradient,
     linear_weight_gradient,
@@ -28,7 +27,6 @@ from ridgeline.ops.linear.cost import (
 from ridgeline.ops.norm.cost import norm_backward, norm_forward
 from ridgeline.ops.optimizer.cost import accumulate, adamw, gradient_norm
 
-RENORMALISE_FLOPS = 4 * INSTRUCTION  # x → (x − mean) · rstd · scale + shift, statistics known
 CHUNKED_VOCABULARY = 8192  # from here on the fused loss keeps no logits tensor
 
 
@@ -206,11 +204,12 @@ def block_cost(c: DecoderConfig, B: int, T: int, store: Storage, plan: StoragePl
     ops = [*attention(attention_shape(c, B, T, plan), store=store, count=L)]
     if plan.scores and c.groups < c.heads:
         ops += _expand(c, N, store)
-    again = 0 if plan.normalised else RENORMALISE_FLOPS
+    if not plan.normalised:
+        ops.append(_again(norm_forward("norm", N, c.width, kind=c.norm, bias=c.bias, store=store, count=2 * L)))
     ops += [
         linear_forward("qkv", N, c.width, c.qkv_width, bias=c.bias, store=store, count=L),
         linear_input_gradient("qkv", N, c.width, c.qkv_width, store=store, count=L),
-        linear_weight_gradient("qkv", N, c.width, c.qkv_width, bias=c.bias, store=store, element_flops=again, count=L),
+        linear_weight_gradient("qkv", N, c.width, c.qkv_width, bias=c.bias, store=store, count=L),
     ]
     mixed, rides = c.heads * c.head_dim, plan.join == "product"
     drop = MASK_FLOPS if rides and c.dropout > 0 else 0
@@ -227,6 +226,11 @@ def block_cost(c: DecoderConfig, B: int, T: int, store: Storage, plan: StoragePl
     return ops
 
 
+def _again(op: OpCost) -> OpCost:
+    """Work of the forward pass repeated in the backward pass, because its result was not kept: not the model's."""
+    return replace(op, name=f"{op.name}.again", phase="backward", flops=0, executed_flops=op.executed)
+
+
 def _expand(c: DecoderConfig, N: int, store: Storage) -> list[OpCost]:
     narrow, wide = (2 * N * heads * c.head_dim * store.activation for heads in (c.groups, c.heads))
     return [
@@ -239,31 +243,22 @@ def _mlp(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan, drop: int)
     """MLP up and down around the GELU; `drop` is the dropout that rides in the epilogue of `mlp_down`."""
     C, F, L, rides = c.width, c.hidden, c.layers, plan.join == "product"
     gelu, derivative = (gelu_flops(c.gelu), gelu_gradient_flops(c.gelu)) if plan.fused else (0, 0)
-    writes = 1 + (plan.fused and plan.preactivation)
+    kept = plan.kept_of_gelu(c, N, store) if plan.fused else 0
+    written = kept if plan.preactivation else 0
     ops = [
-        linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, writes=writes, element_flops=gelu, count=L),
+        linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, kept=written, element_flops=gelu, count=L),
         linear_forward("mlp_down", N, F, C, bias=c.bias, store=store, reads=int(rides), element_flops=drop, count=L),
     ]
     if not plan.preactivation:
-        ops.append(linear_again("mlp_up", N, C, F, store=store, count=L))
+        again = linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, kept=kept, element_flops=gelu, count=L)
+        ops.append(_again(again))
+    elif not plan.activation:
+        ops.append(_again(gelu_pass("gelu", N, F, c.gelu, store=store, count=L)[0]))
     ops += [
-        linear_input_gradient(
-            "mlp_down", N, F, C, store=store, reads=int(plan.fused), element_flops=derivative, count=L
-        ),
-        linear_weight_gradient(
-            "mlp_down", N, F, C, bias=c.bias, store=store, element_flops=0 if plan.activation else gelu, count=L
-        ),
+        linear_input_gradient("mlp_down", N, F, C, store=store, kept=kept, element_flops=derivative, count=L),
+        linear_weight_gradient("mlp_down", N, F, C, bias=c.bias, store=store, count=L),
         linear_input_gradient("mlp_up", N, C, F, store=store, count=L),
-        linear_weight_gradient(
-            "mlp_up",
-            N,
-            C,
-            F,
-            bias=c.bias,
-            store=store,
-            element_flops=0 if plan.normalised else RENORMALISE_FLOPS,
-            count=L,
-        ),
+        linear_weight_gradient("mlp_up", N, C, F, bias=c.bias, store=store, count=L),
     ]
     return ops if plan.fused else [*ops, *gelu_pass("gelu", N, F, c.gelu, store=store, count=L)]
 

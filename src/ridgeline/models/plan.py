@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.cost import Storage
 from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.models.config import DecoderConfig
 
 Join = Literal["pass", "norm", "product"]
+# Where the row-fused kernels serve, whose slopes have 16 bits.
+WAVE_WIDTH = 256
+WAVE_TOKENS = 8448  # rows up to which they have one tile a multiprocessor; with two they lose 16 %
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,15 @@ class StoragePlan:
         """Whether pointwise work rides in the kernels of products and norms."""
         return self.join != "pass"
 
+    def kept_of_gelu(self, c: DecoderConfig, rows: int, store: Storage) -> int:
+        """Bytes a number of what the backward pass takes of GELU: its derivative, or its input where that alone is kept."""
+        if not self.fused or (self.preactivation and not self.activation):
+            return store.activation
+        whole_rows = self.activation and c.width <= WAVE_WIDTH and rows <= WAVE_TOKENS
+        return store.activation if whole_rows else store.slope
 
+
+# what PyTorch's engines do, and what the engines best, best+lean and best+leanest do
 PLAIN = StoragePlan(name="plain", join="pass", scores=True, masks=True, loss="plain")
 FUSED = StoragePlan(name="fused", join="norm", scores=False)
 LEAN = StoragePlan(name="lean", join="norm", scores=False, normalised=False, activation=False)
@@ -60,4 +73,19 @@ def find_plan(name: str) -> StoragePlan:
     """
     if name not in PLANS:
         raise UnsupportedError(nearest(name, PLANS, "plan"))
+    return PLANS[name]
+
+
+def fused_plan(impl: object) -> StoragePlan | None:
+    """What the fused blocks keep as the implementation "fused", "fused+lean" or the like; None for any other.
+
+    Raises:
+        UnsupportedError: they have no such plan.
+    """
+    base, plus, name = str(impl).partition("+")
+    if base != FUSED.name or not plus:
+        return FUSED if base == FUSED.name else None
+    known = [plan.name for plan in PLANS.values() if plan.fused and plan is not FUSED]
+    if name not in known:
+        raise UnsupportedError(nearest(name, known, "plan of the fused blocks"))
     return PLANS[name]

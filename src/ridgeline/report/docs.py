@@ -282,6 +282,7 @@ OTHERS: dict[str, Callable[[Sequence[Record]], str]] = {  # from records that ar
     "article": studied.article,
     "divergence": studied.divergence,
     "starts": studied.starts,
+    "confirmed": studied.confirmed,
     "inversion": studied.inversion,
     "search": studied.searched,
 }

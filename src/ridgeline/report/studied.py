@@ -25,10 +25,9 @@ WHOLE = ("training_s", "validations_s", "checkpoints_s", "call_s", "in_all_s")  
 
 def comparison(records: Sequence[Record]) -> str:
     """Models under one recipe: rate, losses, speed, and the difference to the first."""
-    found = _studies(records, target=False)
-    if not found:
+    record = next(iter(_studies(records, "models")), None)
+    if record is None:
         return MISSING
-    record = found[0]
     rows: list[list[Cell]] = [
         [
             words(f"`{row['contender']}`"),
@@ -47,12 +46,21 @@ def comparison(records: Sequence[Record]) -> str:
 
 def recipe(records: Sequence[Record]) -> str:
     """Recipes by the seconds in which they hold a loss, a table for each data set."""
-    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if not _is_short(r)) or MISSING
+    return _recipes(records, "recipes")
 
 
 def article(records: Sequence[Record]) -> str:
     """The same for a run as short as the article's."""
-    return "\n\n".join(_recipe(r) for r in _studies(records, target=True) if _is_short(r)) or MISSING
+    return _recipes(records, "article")
+
+
+def confirmed(records: Sequence[Record]) -> str:
+    """The same for one recipe against another, such as what a search found against where it began."""
+    return _recipes(records, "pair")
+
+
+def _recipes(records: Sequence[Record], kind: str) -> str:
+    return "\n\n".join(_recipe(record) for record in _studies(records, kind)) or MISSING
 
 
 def _recipe(record: Record) -> str:
@@ -135,20 +143,32 @@ def searched(records: Sequence[Record]) -> str:
 
 
 def inversion(records: Sequence[Record]) -> str:
-    """Two models eagerly and compiled, and whether the first eagerly beats the second compiled."""
-    record = next((r for r in records if r.gpus and r.kind == "study" and _is_inversion(r)), None)
+    """Two models eagerly and compiled, and whether either eagerly beats the other compiled."""
+    record = next((r for r in records if r.gpus and curves_of(r, "inversion")), None)
     if record is None:
         return MISSING
     ways = sorted(record.contenders, key=lambda result: result.step_ms or 0.0)
-    rows = [
-        [words(f"`{way.name}`"), number(way.step_ms, ".3f"), number(way.spread, ".1%"), quantity(way.tokens_per_s)]
-        for way in ways
-    ]
-    return f"{_where(record)}\n\n{Table(headers=('model and way', 'ms', 'spread', 'tokens/s'), rows=rows).markdown()}"
-
-
-def _is_inversion(record: Record) -> bool:
-    return {result.name.rpartition(":")[2] for result in record.contenders} == {"eager", "compile"}
+    times = Table(
+        headers=("model and way", "ms", "spread", "tokens/s"),
+        rows=[
+            [words(f"`{way.name}`"), number(way.step_ms, ".3f"), number(way.spread, ".1%"), quantity(way.tokens_per_s)]
+            for way in ways
+        ],
+    )
+    answers = Table(
+        headers=("run eagerly", "against", "times as fast", "95 % over rounds", "inverted"),
+        rows=[
+            [
+                words(f"`{row['eager']}`"),
+                words(f"`{row['compiled']}:{row['way']}`"),
+                number(row["ratio"], ".2f"),
+                words(f"{row['low']:.2f} to {row['high']:.2f}"),
+                words({True: "yes", False: "no", None: "not told apart"}[row["inverted"]]),
+            ]
+            for row in _rows(record, "inversion")
+        ],
+    )
+    return f"{_where(record)}\n\n{times.markdown()}\n\n{answers.markdown()}"
 
 
 def divergence(records: Sequence[Record]) -> str:
@@ -210,40 +230,42 @@ def long_windows(records: Sequence[Record]) -> str:
 def pictures(records: Sequence[Record]) -> dict[str, Section]:
     """Sections whose charts the documents show, by name: the comparison's losses, the norms' curves."""
     wanted = {
-        "comparison": (next(iter(_studies(records, target=False)), None), "loss"),
-        "recipe": (next(iter(_studies(records, target=True)), None), "loss"),
-        "divergence": (_diverging(records), "training"),
+        "comparison": (next(iter(_studies(records, "models")), None), "loss-0"),
+        "recipe": (next(iter(_studies(records, "recipes")), None), "loss-0"),
+        "confirmed": (next(iter(_studies(records, "pair")), None), "loss-0-seconds"),
+        "divergence": (_diverging(records), "training-0"),
     }
     found = {}
-    for name, (record, figure) in wanted.items():
+    for name, (record, key) in wanted.items():
         sections = () if record is None else curve_sections(record, 0)
-        section = next((section for section in sections if section.key.startswith(figure)), None)
+        section = next((section for section in sections if section.key == key), None)
         if section is not None:
             found[name] = section
     return found
 
 
-def _studies(records: Sequence[Record], *, target: bool) -> list[Record]:
-    """Of each data set the newest comparison on a card, of recipes where there is a target, else of models."""
-    found: dict[tuple[str, bool], Record] = {}
+def _studies(records: Sequence[Record], kind: str) -> list[Record]:
+    """Of each data set the newest comparison of a kind on a card."""
+    found: dict[str, Record] = {}
     for record in records:
-        if record.gpus and record.workload and _rows(record, "standings") and _has_target(record) == target:
-            found.setdefault((record.workload.name, not _is_short(record)), record)
+        if record.gpus and record.workload and _rows(record, "standings") and _kind(record) == kind:
+            found.setdefault(record.workload.name, record)
     return [found[name] for name in sorted(found, reverse=True)]  # tinyshakespeare first
 
 
-def _is_short(record: Record) -> bool:
-    """Whether a study's runs are as short as the article's."""
-    return max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT
+def _kind(record: Record) -> str:
+    """What a comparison asks: "models" without a target; with one "article" where runs are as short, "pair" of two."""
+    standings = _rows(record, "standings")
+    if not all("target_s" in row for row in standings):
+        return "models"
+    if max(setting_of(record).get("steps", {}).values(), default=math.inf) <= SHORT:
+        return "article"
+    return "pair" if len(standings) == 2 else "recipes"
 
 
 def _diverging(records: Sequence[Record]) -> Record | None:
     """The newest comparison of engines by their losses and gradient norms on a card."""
     return next((record for record in records if record.gpus and curves_of(record, "training")), None)
-
-
-def _has_target(record: Record) -> bool:
-    return all("target_s" in row for row in _rows(record, "standings"))
 
 
 def _where(record: Record) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ridgeline import files
 from ridgeline.data.api import load_dataset
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
@@ -30,6 +30,7 @@ from ridgeline.games.parallel import run_parallel
 from ridgeline.models.accounting import parameters
 from ridgeline.study.contenders import device_of
 from ridgeline.study.folder import claimed, is_foreign, write_whole
+from ridgeline.study.interval import mean_interval
 from ridgeline.study.ngram import ngram_losses
 from ridgeline.study.pace import Pace, pace_of
 from ridgeline.study.runs import Point, Run, StoppedError, run_once
@@ -41,8 +42,6 @@ TUNING_SEED = 1000  # above the seeds that a comparison counts
 EXTENSIONS = 2  # how often a rate is added at an end of the list
 PLAN, PACE = "plan.json", "pace.json"
 SILENCE_SECONDS = 7 * 24 * 3600.0  # that all runs of a contender may take in a process of their own
-# two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom; beyond them the normal's is near enough
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ class Plan:
         if len(set(self.rates)) < len(self.rates):
             raise ConfigError(f"rates must differ, got {list(self.rates)}")
         if self.target is not None and not 0 < self.target < math.inf:
-            raise ConfigError(f"the target must be a loss above 0, got {self.target:g}")
+            raise ConfigError(f"the target must be a finite loss above 0, got {self.target:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,13 +240,8 @@ def sooner(one: Standing, other: Standing, target: float) -> Difference | None:
 
 
 def _paired(one: Standing, other: Standing, mine: Sequence[float], theirs: Sequence[float]) -> Difference:
-    pairs = [a - b for a, b in zip(mine, theirs, strict=True)]
-    mean = statistics.fmean(pairs)
-    if len(pairs) < 2:
-        return Difference(name=one.name, against=other.name, mean=mean, low=None, high=None)
-    t = T95[len(pairs) - 2] if len(pairs) - 2 < len(T95) else 1.96
-    half = t * statistics.stdev(pairs) / math.sqrt(len(pairs))
-    return Difference(name=one.name, against=other.name, mean=mean, low=mean - half, high=mean + half)
+    mean, low, high = mean_interval([a - b for a, b in zip(mine, theirs, strict=True)])
+    return Difference(name=one.name, against=other.name, mean=mean, low=low, high=high)
 
 
 def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
@@ -259,7 +253,7 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
     file, wanted = folder / PLAN, json.loads(json.dumps(plan))  # as a file gives it back
     if file.exists():
         try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
+            kept = files.parsed(file.read_text(encoding="utf-8"))
             if not isinstance(kept, dict):
                 raise ValueError("it is no plan")
         except ValueError as error:

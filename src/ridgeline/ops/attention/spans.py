@@ -1,7 +1,8 @@
 """Backward of plain attention at head width 32 in one kernel, in CUDA C++ for Hopper.
 
 The plan is in cuda/plain_spans.cuh. Launches that write into given buffers. Where heads are few, several thread blocks
-share the keys of a head or the query heads of its keys; a second kernel then adds up dQ, a third dK and dV.
+share the keys of a head or the query heads of its keys; a second kernel then adds up what they leave, most of dQ while
+the first one still runs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
 
-_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPiiiiiiiiiif", "PPPiiiiiif"
+_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiif", "PPPPPPPPiiiiiiiiif"
 
 WIDTH = 32  # of a head
 SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgroups that compute with them
@@ -115,6 +116,7 @@ def backward(
     grid, shared = _grid(units, device), H // (G * parts)
     places = units if key_parts > 1 else grid if blocks > SPAN else 0
     dq_sums = torch.empty(places * shared * blocks * 64 * D, device=device)
+    notes = torch.empty(units * shared * -(-blocks // SPAN) * (key_parts > 1), dtype=torch.int32, device=device)
     heads = torch.empty(2, B * G * parts * T * D if parts > 1 else 0, device=device)
     sum_rows = 0 if column_sums is None else len(column_sums)
     q_pitch, kv_pitch = hopper.pitch("dq", dq_BTHD), hopper.common_pitch(dk_BTGD, dv_BTGD)
@@ -123,16 +125,20 @@ def backward(
         raise UnsupportedError(f"out must begin at a multiple of 16 bytes with rows of such a pitch, got {o_pitch}")
     arguments: tuple[cuda.Argument, ...] = (
         *(hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD, d_out_BTHD)), out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD,
-        dq_sums, heads[0], heads[1], column_sums, T, H, shared, parts, key_parts, units, o_pitch, q_pitch, kv_pitch,
-        sum_rows, scale,
+        dq_sums, heads[0], heads[1], column_sums, notes, T, H, shared, parts, key_parts, units, o_pitch, q_pitch,
+        kv_pitch, sum_rows, scale,
     )  # fmt: skip
     macros = defines(q_BTHD.dtype, column_sums is not None)
     module = cuda.load(hopper.SOURCES / "plain_backward.cu", macros)
     module.kernel("attention_plain_backward", _KINDS, patient=True).launch((grid,), THREADS, SMEM, arguments)
     if key_parts > 1:
         module = cuda.load(hopper.SOURCES / "plain_sum.cu", macros)
-        arguments = (dq_sums, dq_BTHD, column_sums, T, H, shared, key_parts, q_pitch, (H + 2 * G) * D, scale)
+        arguments = (
+            dq_sums, dq_BTHD, column_sums, notes, heads[0], heads[1], dk_BTGD, dv_BTGD, T, H, shared, parts, key_parts,
+            B, q_pitch, kv_pitch, (H + 2 * G) * D, scale,
+        )  # fmt: skip
         kernel = module.kernel("attention_plain_sum", _SUM_KINDS, patient=True)
-        kernel.launch((B * H * blocks,), 128, 0, arguments)
-    if parts > 1:
+        of_keys = -(-2 * B * T * G * D // (4 * 128)) if parts > 1 else 0
+        kernel.launch((blocks * B * H + of_keys,), 128, 0, arguments)
+    elif parts > 1:
         hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)

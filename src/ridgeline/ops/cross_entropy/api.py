@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops import checks
@@ -41,7 +42,8 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, impl: str = "referenc
 
     Args:
         logits_NV: fp32, bf16 or fp16; for "triton" columns are contiguous, rows may be strided.
-        targets_N: classes, signed integers of any width. For "triton" one out of range makes the loss NaN.
+        targets_N: classes, signed integers of any width, of which "triton" reads 32 bits. For it one out of range makes
+            the loss NaN.
         impl: "reference", "torch" or "triton".
 
     Returns:
@@ -129,7 +131,8 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.squeeze(0)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
         from ridgeline.ops.cross_entropy.triton import cross_entropy_raw
 
         logits_NV, targets_N, losses_P, counts = ctx.saved_tensors

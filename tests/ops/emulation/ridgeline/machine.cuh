@@ -111,6 +111,7 @@ struct Machine {
   uint64_t progress = 0;
   const char* fault = nullptr;  // what a thread did that no hardware would forgive
   std::function<void()> kernel;
+  std::function<void(const uint32_t*)> given = [](const uint32_t*) {};  // called when a note for other blocks is written
 
   Warp& warp() { return warps[current / 32]; }
   int lane() const { return current % 32; }
@@ -187,7 +188,7 @@ inline const char* Machine::run_cluster() {
     if (fault) return fault;
     bool all = true;
     for (auto& fiber : fibers) all = all && fiber.done;
-    if (all) return nullptr;
+    if (all) return races.all_came(threads) ? nullptr : races.last();
   }
   for (size_t w = 0; w < warps.size(); ++w)
     std::fprintf(stderr, "block %d, warp %zu: %s\n", block, w, fibers[32 * w].done ? "done" : fibers[32 * w].waits_for);

@@ -69,6 +69,19 @@ RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
 RL_D void add_global(float* pointer, float value) { atomicAdd(pointer, value); }
+// Between thread blocks: all that the giver wrote, or knew to be written, is there for who has waited.
+RL_D void give(u32* pointer, u32 value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+RL_D void wait_until_given(const u32* pointer) {
+  while (true) {
+    u32 found;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(pointer) : "memory");
+    if (found) return;
+    asm volatile("nanosleep.u32 100;");
+  }
+}
+RL_D void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants
   extern __shared__ __align__(1024) char bytes[];

@@ -118,7 +118,7 @@ RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&s
 }
 
 RL_D void run_keys(const Arguments& a, const Here& p) {
-  await_previous();
+  wait_for_previous();
 #if RL_COLUMN_SUMS
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
   const int row = (static_cast<int>(blockIdx.x) * GROUPS + p.group) * 4 + p.warp;
@@ -208,14 +208,34 @@ RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 t
   }
 }
 
-// Copies and statistics. What says that a tile's dS is there also says that those who compute are done with the tile before.
+// Nothing of dQ is there yet; who is let in may look.
+RL_D void begin_notes(const Arguments& a, int lane) {
+  if (a.key_parts > 1) {
+    const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
+#pragma unroll 1
+    for (int number = blockIdx.x; number < a.units; number += gridDim.x)
+#pragma unroll 1
+      for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
+    sync_warp();
+    if (lane == 0) fence_gpu();
+    sync_warp();
+  }
+  let_next_start();
+}
+// Once a tile's share of dQ is there. What a later span adds would come later.
+RL_D void note(const Arguments& a, const Position& at, int lane) {
+  if (lane == 0 && at.i % SPAN == SPAN - 1 && has_note(at.i, a.blocks) && at.unit.first(a, at.turn + 1) > at.i)
+    give(a.notes + note_of(at.number, a.heads_per_part, at.head, at.i, a.blocks), 1);
+}
+
+// Copies and statistics, and notes by the last warp. What says that a tile's dS is there also says that those who compute are done with the tile before.
 RL_D void prepare(const Arguments& a, const Here& p) {
-  Position copied(a), known(a);  // known: its statistics
+  Position copied(a), known(a), stored(a);  // known: its statistics; stored: its share of dQ
   int copies = 0, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
   Rows rows;
   rows.start(a, p, known);
   if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
-  await_previous();
+  wait_for_previous();
   rows.load(a, p);
   const auto advance = [&](int done) {  // once dS of a tile is there
 #pragma unroll 1
@@ -241,11 +261,16 @@ RL_D void prepare(const Arguments& a, const Here& p) {
     }
   };
   advance(-1);
+  if (p.warp == 3) begin_notes(a, p.lane);
 #pragma unroll 1
   for (int tile = 0; tile < copies; ++tile) {
     p.wait_square(tile);
     p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
     advance(tile);
+    if (a.key_parts > 1 && p.warp == 3 && tile >= BEHIND) {
+      note(a, stored, p.lane);
+      stored.next(a);
+    }
   }
 }
 
@@ -268,7 +293,7 @@ RL_D void multiply_span(float (&dq)[D / 2], u32 square, u32 keys, int seen, bool
 }
 // dQ.
 RL_D void run_queries(const Arguments& a, const Here& p) {
-  await_previous();
+  wait_for_previous();
   u32 tile = 0;
   int spans = 0;
   float dq[D / 2];
@@ -333,17 +358,17 @@ RL_D void run_queries(const Arguments& a, const Here& p) {
 
 // Grid: as many blocks as fit on the card, at most one for each unit. Tensor maps of (B, T, heads, D) tensors with boxes of
 // 1 × 64 × 1 × D. dq_sums: (key_parts > 1 ? units : grid, heads_per_part, ceil(T / 64), 64 · D), in the order of accumulators;
-// of one span nothing. column_sums: (sum_rows, (heads + 2 · groups) · D); of dQ zeros alone with key_parts > 1, and its first
+// of one span nothing. notes: (units, heads_per_part, ceil(T / (64 · SPAN))) with key_parts > 1. column_sums: (sum_rows, (heads + 2 · groups) · D); of dQ zeros alone with key_parts > 1, and its first
 // 4 · B · ceil(T / 64) rows are left to the kernel that adds the parts.
 extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
     attention_plain_backward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                              const __grid_constant__ rl::TensorMap v, const __grid_constant__ rl::TensorMap d_o,
                              const rl::u16* o, const float* lse, rl::u16* dq, rl::u16* dk, rl::u16* dv, float* dq_sums,
-                             float* dk_parts, float* dv_parts, float* column_sums, int T, int heads, int heads_per_part,
-                             int parts, int key_parts, int units, int o_pitch, int q_pitch, int kv_pitch, int sum_rows,
-                             float scale) {
+                             float* dk_parts, float* dv_parts, float* column_sums, rl::u32* notes, int T, int heads,
+                             int heads_per_part, int parts, int key_parts, int units, int o_pitch, int q_pitch, int kv_pitch,
+                             int sum_rows, float scale) {
   using namespace rl;
-  const Arguments a{&q, &k, &v, &d_o, o, lse, dq, dk, dv, dq_sums, dk_parts, dv_parts, column_sums, T, ceil_div(T, 64),
+  const Arguments a{&q, &k, &v, &d_o, o, lse, dq, dk, dv, dq_sums, dk_parts, dv_parts, column_sums, notes, T, ceil_div(T, 64),
                     heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows, scale};
   const Here p;
   p.start();

@@ -12,7 +12,8 @@
 //
 // A thread block takes all spans of its heads, or where these are few a part of them, one span after the other. What they
 // add up to of dQ lies in fp32 in a place of the thread block's own, and each of its threads meets only what it wrote. The
-// parts of a head are added by another kernel.
+// parts of a head are added by another kernel, which starts while this one runs, on processors that this one has no use for: a
+// note says that a part's share of some tiles is there.
 #pragma once
 #include "tiles.cuh"
 
@@ -33,6 +34,7 @@ struct Arguments {
   const float* lse;
   u16 *dq, *dk, *dv;
   float *dq_sums, *dk_parts, *dv_parts, *column_sums;
+  u32* notes;
   // parts: of the heads that share keys; key_parts: of a head's spans.
   int T, blocks, heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows;
   float scale;
@@ -73,6 +75,14 @@ struct Position {
     i = first;
   }
 };
+
+// Of each unit, head and SPAN tiles a note: 1 when the unit's share of their dQ is there. Who writes them knows of dQ's
+// warpgroup that it has begun the tile SQUARES before, and so has stored the one before that. The last tiles have none.
+constexpr int BEHIND = SQUARES + 1;
+RL_D bool has_note(int i, int blocks) { return i / SPAN * SPAN + SPAN - 1 + BEHIND < blocks; }
+RL_D int note_of(int number, int heads_per_part, int head, int i, int blocks) {
+  return (number * heads_per_part + head) * ceil_div(blocks, SPAN) + i / SPAN;
+}
 
 struct Here {
   static constexpr int SQUARES_AT = STAGES * PAIR, OWN_AT = SQUARES_AT + SQUARES * SPAN * SQUARE;

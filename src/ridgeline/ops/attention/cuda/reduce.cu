@@ -1,9 +1,8 @@
 // Second stages of attention's backward, in a fixed order of summation.
-#include "ridgeline/common.cuh"
+#include "groups.cuh"
 
 namespace rl {
 constexpr int D = HEAD_WIDTH, QUADS = D / 4, LANES = 256 / QUADS;
-RL_D void add(float4& a, float4 b) { a.x += b.x, a.y += b.y, a.z += b.z, a.w += b.w; }
 RL_D void wait_for_previous() {  // and let the next kernel start; see ops/early.py
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -38,13 +37,5 @@ extern "C" __global__ void group_gradients(const float4* dk_heads, const float4*
   wait_for_previous();
   const int index = blockIdx.x * 256 + threadIdx.x;
   if (index >= total) return;
-  const int quad = index % QUADS, group = index / QUADS % groups, row = index / (QUADS * groups);  // row: b * T + t
-  const float4* from = blockIdx.y ? dv_heads : dk_heads;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int h = 0; h < heads_per_group; ++h) {
-    const i64 head = static_cast<i64>(row / T) * groups * heads_per_group + group * heads_per_group + h;
-    add(sum, from[(head * T + row % T) * QUADS + quad]);
-  }
-  uint2* to = reinterpret_cast<uint2*>((blockIdx.y ? dv : dk) + static_cast<i64>(row) * pitch + group * D + 4 * quad);
-  *to = make_uint2(pack_pair(sum.x, sum.y), pack_pair(sum.z, sum.w));
+  sum_shares<D>(blockIdx.y ? dv_heads : dk_heads, blockIdx.y ? dv : dk, index, T, groups, heads_per_group, pitch);
 }

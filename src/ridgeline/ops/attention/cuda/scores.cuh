@@ -192,13 +192,12 @@ RL_D void run_relative(const Arguments& a, const Place& p) {
         }
         start_window(r, operands, to.i, to.i - to.j);
       };
-      const bool waits = BLOCKS <= 2 || opens_queries(next);  // for tiles: what others wait for comes first
-      if (!waits) begin_next();
+      if (BLOCKS > 2) begin_next();
       if (!BEHIND)
         back.run(p, q, to_right);
       else if (squares > 0)
         back.run(p, square_at(n > 0 ? n - 1 : SQUARES - 1), to_right);
-      if (waits) begin_next();
+      if (BLOCKS <= 2) begin_next();
     }
   }
   if (BEHIND) back.run(p, square_at(SQUARES - 1), to_right);
