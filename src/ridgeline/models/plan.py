@@ -47,7 +47,7 @@ class StoragePlan:
         return self.join != "pass"
 
     def kept_of_gelu(self, c: DecoderConfig, rows: int, store: Storage) -> int:
-        """Bytes a number of what the backward pass takes of GELU: its derivative, or its input where that alone is kept."""
+        """Bytes a number of what the backward pass takes of GELU: its derivative, or its input where kept alone."""
         if not self.fused or (self.preactivation and not self.activation):
             return store.activation
         whole_rows = self.activation and c.width <= WAVE_WIDTH and rows <= WAVE_TOKENS
