@@ -53,6 +53,7 @@ SMALL = {  # name: (early launches, changes to the choices)
 }
 LARGE = {
     "late": (False, {}),
+    "half slopes": (False, dict(coded=False)),
     "early": (True, {}),
     "joins apart": (False, dict(joined=frozenset())),
     "mlp rows": (False, dict(rows=frozenset(("mlp",)))),
@@ -68,6 +69,7 @@ MIDDLE = {
 WIDE = {  # width 768
     "early": (True, {}),
     "late": (False, {}),
+    "half slopes": (True, dict(coded=False)),
     "residual": (True, dict(out="residual")),
     "GELU apart": (True, dict(mlp="torch")),
 }
@@ -85,7 +87,9 @@ def all_variants(name):
     if config.width != 256:
         chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
         unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}
-        return {"early": (True, {}), **unfolded, "sums apart": (True, dict(sums_at_once=False)), "late": (False, {})}
+        half = {"half slopes": (True, dict(coded=False)), "late half": (False, dict(coded=False))}
+        sums = {"sums apart": (True, dict(sums_at_once=False))}
+        return {"early": (True, {}), **unfolded, **sums, "late": (False, {}), **half}
     return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
 

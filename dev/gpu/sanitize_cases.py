@@ -176,7 +176,7 @@ def linear_gemm():
     M, N = 300, 264
     for K in (584, 768, 832, 448):
         x, w, bias, c = (t.detach() for t in (draw(M, K), draw(N, K, scale=K**-0.5), draw(N), draw(M, N)))
-        turned, slope = draw(K, N).detach(), slope_empty(x, M, N)
+        turned, slope = draw(K, N).detach(), slope_empty(x, M, N, coded=K == 768)
         terms = gemm.RowTerms(c, *(draw(*shape, dtype=torch.float32).detach() for shape in ((2, M), (1,))))
         forms = (
             (w, {"bias_N": bias, "gelu": "tanh", "slope_MN": slope}),

@@ -88,6 +88,9 @@ def test_linear_layer() -> None:
     assert both.vector_flops == N * M * 12
     dgrad = linear_input_gradient("up", N, K, M, store=BF16, reads=1)
     assert (dgrad.flops, dgrad.bytes) == (forward.flops, 2 * (N * M + M * K + 2 * N * K))
+    coded = linear_forward("up", N, K, M, bias=True, store=BF16, kept=1)
+    assert coded.written_bytes - forward.written_bytes == N * M
+    assert dgrad.bytes - linear_input_gradient("up", N, K, M, store=BF16, kept=1).bytes == N * K
     wgrad = linear_weight_gradient("up", N, K, M, bias=True, store=BF16)
     assert (wgrad.flops, wgrad.read_bytes, wgrad.written_bytes) == (forward.flops, 2 * N * (K + M), 4 * M * (K + 1))
     assert [cost.phase for cost in (forward, dgrad, wgrad)] == ["forward", "backward", "backward"]

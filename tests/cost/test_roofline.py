@@ -61,8 +61,9 @@ def test_totals_count_each_run_of_an_op() -> None:
 
 
 def test_half_precisions_store_two_bytes_and_keep_fp32_gradients() -> None:
-    assert storage("bf16") == storage("fp16") == (2, 2, 4, 4)
-    assert storage("tf32") == storage("fp32") == (4, 4, 4, 4)
+    assert storage("bf16") == (2, 2, 4, 4, 1)
+    assert storage("fp16") == (2, 2, 4, 4, 2)
+    assert storage("tf32") == storage("fp32") == (4, 4, 4, 4, 4)
 
 
 def test_rates_of_table_and_measurement() -> None:

@@ -121,7 +121,7 @@ def test_the_blocks_keep_what_the_accounting_says(plan: StoragePlan) -> None:
 
     hold([node.saved, node.joined])
     c, rows = decoder.config, 2 * 13
-    block = sum(block_saved(c, 13, storage("fp32"), plan).values())
+    block = sum(block_saved(c, rows, 13, storage("fp32"), plan).values())
     final = (2 * c.width + 2) * 4  # the last join's stream, norm and statistics
     assert sum(held.values()) == rows * (3 * block + final)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+from ridgeline.ops.linear.codes import LINE, TILE, codes_empty
 from ridgeline.ops.linear.gemm import Form, divide
 
 SITE, FIRST_SAMPLE, P = 3, 5, 0.3
@@ -34,12 +35,50 @@ def aligned(rows: int, width: int, dtype: torch.dtype = torch.bfloat16) -> Tenso
 def beside(form: Form, rows: int, width: int) -> tuple[Tensor, Tensor]:
     """What the epilogue reads, and unwritten memory for slopes."""
     c_MN = aligned(rows, width, torch.float16 if form.factor else torch.bfloat16)
+    if form.coded:
+        c_MN.uniform_(-0.13, 1.13)
     return c_MN, aligned(rows, width, torch.float16).fill_(float("nan"))
 
 
-def form_of(epilogue: str, transposed_b: bool) -> Form:
+def _place_of_codes(rows: int, columns: int, streaming: bool) -> Tensor:
+    """Where the code of each element lies: the streaming product has rows where the other one has columns."""
+    row, column = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    tile = row // TILE * (2 * (-(-columns // (2 * TILE)))) + column // TILE
+    down, across = (column % TILE, row % TILE) if streaming else (row % TILE, column % TILE)
+    warp, high, lane = across // 16, across % 16 // 8, across % 8 * 4 + down % 8 // 2
+    part = down // 8
+    return tile * TILE * TILE + warp * 1024 + part // 4 * 512 + lane * 16 + part % 4 * 4 + 2 * high + down % 2
+
+
+def coded(slope_MN: Tensor, streaming: bool) -> Tensor:
+    """Slopes in codes, as the kernels keep them; codes of nothing are 255."""
+    codes = codes_empty(slope_MN, *slope_MN.shape).fill_(255)
+    place = _place_of_codes(*slope_MN.shape, streaming)
+    codes.view(-1)[place] = (slope_MN.double() * 195 + 32).round().to(torch.uint8)
+    return codes
+
+
+def decoded(codes: Tensor, rows: int, columns: int, streaming: bool) -> Tensor:
+    """Slopes of codes, as the kernels read them."""
+    return ((codes.view(-1)[_place_of_codes(rows, columns, streaming)].double() - 32) * 42 / 8192).half()
+
+
+def code_lines(codes: Tensor) -> Tensor:
+    """Codes as the copy engine takes them."""
+    return codes.view(torch.float16).view(-1, LINE)
+
+
+def slopes_are(got: Tensor, right: Tensor, codes: bool, behind_norm: bool = False) -> bool:
+    """Whether slopes are right to within the arithmetic of half precision, and in codes half a step more."""
+    error, most = got.double() - right, 5e-3 if behind_norm else 3e-3 if codes else 1e-3
+    near = behind_norm or not codes or bool(error.abs().max() < 2.5e-3 + 0.5 / 195)
+    return near and bool(error.norm() <= most * right.norm())
+
+
+def form_of(epilogue: str, transposed_b: bool, coded: bool = False) -> Form:
     """The form of an epilogue: plain, bias, gelu (with its slope), residual (with dropout), factor, terms."""
     return Form(
+        coded=coded,
         transposed_b=transposed_b,
         bias=epilogue in ("bias", "gelu", "residual"),
         gelu="exact" if epilogue == "gelu" else None,

@@ -56,7 +56,7 @@ def plainly(chain: Chain, kind: NormKind, dtype: torch.dtype) -> dict[str, Tenso
     return dict(zip(("a", "r", "scale", "shift", "up", "bias"), (a.detach(), *grads), strict=True))
 
 
-def folded(chain: Chain, kind: NormKind, impl: str, add: float) -> dict[str, Tensor]:
+def folded(chain: Chain, kind: NormKind, impl: str, add: float, coded: bool = False) -> dict[str, Tensor]:
     """By the raw products; gradients of weights are added to `add`."""
     c, (N, C), F = chain, chain.x.shape, len(chain.up)
     fresh = lambda *shape: torch.full(shape, float("nan"), device=c.x.device)  # noqa: E731
@@ -64,7 +64,7 @@ def folded(chain: Chain, kind: NormKind, impl: str, add: float) -> dict[str, Ten
         kind, EPS, c.scale, c.shift, fresh(C // SHARE, N, 2), fresh(N) if kind == "layernorm" else None, fresh(N)
     )
     r, a, du, dr = (fresh(N, width).to(c.x.dtype) for width in (C, F, F, C))
-    slope, product = products.slope_empty(a, N, F), fresh(F, C)
+    slope, product = products.slope_empty(a, N, F, coded=coded), fresh(F, C)
     products.forward_raw(c.x, c.out, r, residual_NM=c.residual, norm=norm, impl=impl)
     products.forward_raw(r, c.up, a, bias_M=c.bias, gelu="exact", slope_NM=slope, norm=norm, impl=impl)
     sums = products.input_gradient_raw(c.dz, c.down, du, slope_NK=slope, norm=norm, impl=impl)
@@ -92,15 +92,15 @@ def test_in_fp32_it_is_the_norm(kind: NormKind) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dtype", "coded"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)])
 @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
 @pytest.mark.parametrize("shape", [(4133, 512, 2048), (700, 192, 264)])
 def test_hopper_kernels_err_as_little_as_pytorch(
-    shape: tuple[int, int, int], kind: NormKind, dtype: torch.dtype
+    shape: tuple[int, int, int], kind: NormKind, dtype: torch.dtype, coded: bool
 ) -> None:
     chain = chain_of(*shape, "cuda", dtype)
     right, plain = plainly(chain, kind, torch.float64), plainly(chain, kind, dtype)
-    got, again = (folded(chain, kind, "cuda", 0.0) for _ in range(2))
+    got, again = (folded(chain, kind, "cuda", 0.0, coded) for _ in range(2))
     ratios = {key: error(got[key], right[key]) / error(plain[key], right[key]) for key in right}
     assert max(ratios.values()) <= 1.5, ratios
     assert all(torch.equal(got[key], again[key]) for key in got)

@@ -11,8 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.product_cases import aligned, beside, dropping, expected, form_of, scheduled, source
+from ops.product_cases import (
+    aligned,
+    beside,
+    code_lines,
+    coded,
+    decoded,
+    dropping,
+    expected,
+    form_of,
+    scheduled,
+    slopes_are,
+    source,
+)
 from ridgeline.ops.linear import gemm
+from ridgeline.ops.linear.codes import LINE
 from ridgeline.ops.linear.gemm import Config, Form, defines
 
 
@@ -27,6 +40,7 @@ class Case:
     units: int = 2
     seed: int = 0
     late: bool = False
+    coded: bool = False
 
 
 CASES = [
@@ -40,14 +54,20 @@ CASES = [
     Case(390, 200, 136, "gelu", Config(), units=1, seed=8, late=True),
     Case(390, 200, 136, "factor", Config(), transposed_b=True, units=2, seed=9),
     Case(390, 200, 136, "terms", Config(), transposed_b=True, units=2, seed=10, late=True),
+    Case(300, 200, 100, "gelu", Config(tile_m=64), units=2, seed=11, coded=True),
+    Case(390, 200, 136, "gelu", Config(), units=1, seed=12, late=True, coded=True),
+    Case(450, 264, 72, "factor", Config(tile_m=64), transposed_b=True, units=2, seed=13, late=True, coded=True),
+    Case(390, 200, 136, "factor", Config(), transposed_b=True, units=2, seed=14, coded=True),
 ]
 PARAMETERS = ", const float* factor, const float* terms, int rows"
 FACTOR = 0.7
+PANEL = (16, 64)
 
 
 def run(
-    case: Case, form: Form, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tensor, slope: Tensor, terms: Tensor
-) -> tuple[Tensor, Tensor]:
+    case: Case, form: Form, emulation: Any, a: Tensor, b: Tensor, bias: Tensor, c: Tensor, slope: Tensor, terms: Tensor,
+    codes: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and column sums."""
     M, N = case.M, case.N
     macros = defines(case.config, case.K, form)
@@ -56,7 +76,10 @@ def run(
     out = aligned(M, N).fill_(float("nan"))
     sums = torch.zeros(slots * 8, N)
     b_box = (64, 64) if case.transposed_b else (config.tile_n, 64)
-    maps = emulation.maps((a, (config.tile_m, 64)), (b, b_box), *((x, (16, 64)) for x in (c, out, slope)))
+    c_map, slope_map = (c, PANEL), (slope, PANEL)
+    if case.coded:
+        c_map = slope_map = (code_lines(codes), (gemm.PANEL_LINES, LINE))
+    maps = emulation.maps((a, (config.tile_m, 64)), (b, b_box), c_map, (out, PANEL), slope_map)
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
     factor = ctypes.c_float(FACTOR)
@@ -69,21 +92,26 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}{'-coded' * case.coded}"
+)
 def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     torch.manual_seed(case.seed)
     M, N, K = case.M, case.N, case.K
-    form = form_of(case.epilogue, case.transposed_b)
+    form = form_of(case.epilogue, case.transposed_b, case.coded)
     a, b = aligned(M, K), aligned(K, N) if case.transposed_b else aligned(N, K)
     c, slope = beside(form, M, N)
+    codes = coded(c, streaming=True)
+    c = decoded(codes, M, N, streaming=True) if case.coded else c
     bias = torch.randn(N).bfloat16()
     terms = torch.randn(2, M)
-    out, sums = run(case, form, emulation, a, b, bias, c, slope, terms)
+    out, sums = run(case, form, emulation, a, b, bias, c, slope, terms, codes)
     right, right_slope = expected(form, a, b, bias, c)
     if form.terms:
         right = FACTOR * right + terms.double()[0, :, None] + terms.double()[1, :, None] * c.double()
     assert (out.double() - right).norm() <= 2e-3 * right.norm()
     if form.slope:
-        assert (slope.double() - right_slope).norm() <= 1e-3 * right_slope.norm()
+        slope = decoded(codes, M, N, streaming=True) if case.coded else slope
+        assert slopes_are(slope, right_slope, case.coded)
     if form.factor:
         assert (sums.double() - right.sum(0)).norm() <= 1e-4 * right.sum(0).norm()

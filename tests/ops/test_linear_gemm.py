@@ -92,8 +92,10 @@ def test_gelu_keeps_nan(compile_host: Callable[..., ctypes.CDLL]) -> None:
         gemm.defines(Config(), 600, Form(torch.float16, bias=True, residual=True, dropout=True)),
         gemm.defines(Config(), 600, Form(transposed_b=True, factor=True)),
         gemm.defines(Config(tile_m=64), 256, Form(bias=True, gelu="tanh", slope=True)),
+        gemm.defines(Config(), 768, Form(bias=True, gelu="tanh", slope=True, coded=True)),
+        gemm.defines(Config(), 768, Form(transposed_b=True, factor=True, coded=True)),
     ],
-    ids=["bias", "gelu", "residual-fp16", "factor", "small-tanh"],
+    ids=["bias", "gelu", "residual-fp16", "factor", "small-tanh", "coded-gelu", "coded-factor"],
 )
 def test_compiles_for_hopper_with_accumulators_in_registers(
     macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from ops.product_cases import aligned, beside, dropping, expected, form_of, scheduled, source
+from ops.product_cases import (
+    aligned,
+    beside,
+    code_lines,
+    coded,
+    decoded,
+    dropping,
+    expected,
+    form_of,
+    scheduled,
+    slopes_are,
+    source,
+)
 from ridgeline.ops.linear import stationary
+from ridgeline.ops.linear.codes import LINE, LINES
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.norm.reference import NormKind, norm_reference
 
@@ -19,6 +32,7 @@ PARAMETERS = ", void* const* beside, int count"
 ARGUMENTS = """, static_cast<float2*>(beside[0]), static_cast<const float*>(beside[1]),
          static_cast<const float*>(beside[2]), count"""
 EPS = 1e-5
+TILE_BOX = (64, 64)
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Case:
     seed: int = 0
     late: bool = False
     norm: NormKind | None = None
+    coded: bool = False
 
 
 CASES = [
@@ -49,6 +64,14 @@ CASES = [
     Case(450, 192, 136, "residual", units=2, seed=12, norm="layernorm", late=True),
     Case(330, 264, 72, "factor", transposed_b=True, units=3, seed=13, norm="layernorm"),
     Case(330, 136, 72, "factor", transposed_b=True, units=2, seed=14, norm="rmsnorm", late=True),
+    Case(330, 200, 512, "gelu", units=2, seed=21, late=True),
+    Case(270, 192, 512, "residual", units=2, seed=22, norm="layernorm"),
+    Case(300, 200, 200, "gelu", units=2, seed=15, coded=True),
+    Case(330, 136, 72, "factor", transposed_b=True, units=2, seed=16, late=True, coded=True),
+    Case(450, 264, 136, "factor", units=1, seed=17, coded=True),
+    Case(300, 400, 512, "gelu", units=2, seed=18, late=True, coded=True),
+    Case(330, 200, 128, "gelu", units=2, seed=19, norm="layernorm", coded=True),
+    Case(330, 264, 512, "factor", transposed_b=True, units=3, seed=20, norm="layernorm", late=True, coded=True),
 ]
 
 
@@ -100,19 +123,26 @@ def shares_of(r_MK: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}-{case.norm}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.epilogue}-{case.M}x{case.N}x{case.K}-{case.norm}{'-coded' * case.coded}"
+)
 def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     torch.manual_seed(case.seed)
     M, N, K = case.M, case.N, case.K
-    form = form_of(case.epilogue, case.transposed_b)
+    form = form_of(case.epilogue, case.transposed_b, case.coded)
     a, b = aligned(M, K), aligned(K, N) if case.transposed_b else aligned(N, K)
     bias = torch.randn(N).bfloat16()
     out = aligned(M, N).fill_(float("nan"))
     c, slope = beside(form, M, N)
+    codes = coded(c, streaming=False)
+    c_map, slope_map = (c, TILE_BOX), (slope, TILE_BOX)
+    if case.coded:
+        c = decoded(codes, M, N, streaming=False)
+        c_map = slope_map = (code_lines(codes), (LINES, LINE))
     schedule, slots = scheduled(-(-M // stationary.TILE), -(-N // stationary.COLUMNS), case.units)
     sums, beside_norm = torch.zeros(slots, N), Beside(case, a)
     weights = beside_norm.weights(b, bias)
-    maps = emulation.maps(*((x, (64, 64)) for x in (a, weights, c, out, slope)))
+    maps = emulation.maps((a, TILE_BOX), (weights, TILE_BOX), c_map, (out, TILE_BOX), slope_map)
     seed_step, numbers, scale = dropping(M, N)
     pointer = lambda x: ctypes.c_void_p(x.data_ptr())  # noqa: E731
     macros = stationary.defines(K, form, case.norm is not None)
@@ -128,8 +158,8 @@ def test_whole_kernel_matches_float64(case: Case, emulation: Any) -> None:
     roundings = 3e-3 if case.norm else 2e-3  # behind a norm one of the weights times its scale, too
     assert (out.double() - right).norm() <= roundings * right.norm()
     if form.slope:
-        rounded = 5e-3 if case.norm else 1e-3
-        assert (slope.double() - right_slope).norm() <= rounded * right_slope.norm()
+        slope = decoded(codes, M, N, streaming=False) if case.coded else slope
+        assert slopes_are(slope, right_slope, case.coded, case.norm is not None)
     if form.factor:
         assert (sums.double().sum(0) - total).norm() <= 1e-3 * total.norm()
     if case.norm is not None:

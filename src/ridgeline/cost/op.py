@@ -38,18 +38,20 @@ class Storage(NamedTuple):
         weight: the weights that products read (16-bit copies of fp32 masters, or the fp32 weights themselves).
         gradient: weight gradients.
         statistic: norm statistics, log-sum-exp, losses.
+        slope: GELU's derivative beside its output.
     """
 
     activation: int
     weight: int
     gradient: int = 4
     statistic: int = 4
+    slope: int = 2
 
 
 def storage(precision: Precision) -> Storage:
     """How the numbers of a training step are stored in a precision."""
     size = 2 if precision in ("bf16", "fp16") else 4
-    return Storage(activation=size, weight=size)
+    return Storage(activation=size, weight=size, slope=1 if precision == "bf16" else size)
 
 
 @dataclass(frozen=True, kw_only=True)

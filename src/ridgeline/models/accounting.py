@@ -243,20 +243,19 @@ def _mlp(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan, drop: int)
     """MLP up and down around the GELU; `drop` is the dropout that rides in the epilogue of `mlp_down`."""
     C, F, L, rides = c.width, c.hidden, c.layers, plan.join == "product"
     gelu, derivative = (gelu_flops(c.gelu), gelu_gradient_flops(c.gelu)) if plan.fused else (0, 0)
-    writes = 1 + (plan.fused and plan.preactivation)
+    kept = plan.kept_of_gelu(c, N, store) if plan.fused else 0
+    written = kept if plan.preactivation else 0
     ops = [
-        linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, writes=writes, element_flops=gelu, count=L),
+        linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, kept=written, element_flops=gelu, count=L),
         linear_forward("mlp_down", N, F, C, bias=c.bias, store=store, reads=int(rides), element_flops=drop, count=L),
     ]
     if not plan.preactivation:
-        again = linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, writes=2, element_flops=gelu, count=L)
+        again = linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, kept=kept, element_flops=gelu, count=L)
         ops.append(_again(again))
     elif not plan.activation:
         ops.append(_again(gelu_pass("gelu", N, F, c.gelu, store=store, count=L)[0]))
     ops += [
-        linear_input_gradient(
-            "mlp_down", N, F, C, store=store, reads=int(plan.fused), element_flops=derivative, count=L
-        ),
+        linear_input_gradient("mlp_down", N, F, C, store=store, kept=kept, element_flops=derivative, count=L),
         linear_weight_gradient("mlp_down", N, F, C, bias=c.bias, store=store, count=L),
         linear_input_gradient("mlp_up", N, C, F, store=store, count=L),
         linear_weight_gradient("mlp_up", N, C, F, bias=c.bias, store=store, count=L),

@@ -56,8 +56,8 @@ class Memory:
         }
 
 
-def block_saved(c: DecoderConfig, T: int, store: Storage, plan: StoragePlan) -> dict[str, int]:
-    """Bytes that one block keeps for its backward pass, for each row (window and position), by name."""
+def block_saved(c: DecoderConfig, N: int, T: int, store: Storage, plan: StoragePlan) -> dict[str, int]:
+    """Bytes that one block keeps for its backward pass, for each of N rows (windows and positions), by name."""
     a, mixed = store.activation, c.heads * c.head_dim
     saved = {
         "residual": 2 * c.width * a,
@@ -70,7 +70,8 @@ def block_saved(c: DecoderConfig, T: int, store: Storage, plan: StoragePlan) -> 
         saved["norm output"] = 2 * c.width * a
     if plan.preactivation:
         # beside the activation, GELU's derivative serves as well as its input
-        saved["GELU's input or slope" if plan.fused and plan.activation else "pre-activation"] = c.hidden * a
+        name = "GELU's input or slope" if plan.fused and plan.activation else "pre-activation"
+        saved[name] = c.hidden * plan.kept_of_gelu(c, N, store)
     if plan.activation:
         saved["activation"] = c.hidden * a
     if plan.scores:
@@ -139,7 +140,7 @@ def memory(
     T, store, count = check_context(config, context), storage(precision), parameters(config)
     N = part_of(batch, accumulation) * T
     saved: dict[str, int] = {}
-    for name, size in block_saved(config.decoder, T, store, plan).items():
+    for name, size in block_saved(config.decoder, N, T, store, plan).items():
         saved[name] = size * N * config.decoder.layers
     for name, size in _outside_saved(config, store, plan).items():
         saved[name] = saved.get(name, 0) + size * N

@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ridgeline.cost import Storage
 from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.models.config import DecoderConfig
 
 Join = Literal["pass", "norm", "product"]
+# Where the row-fused kernels serve, whose slopes have 16 bits.
+WAVE_WIDTH = 256
+WAVE_TOKENS = 8448  # rows up to which they have one tile a multiprocessor; with two they lose 16 %
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,13 @@ class StoragePlan:
     def fused(self) -> bool:
         """Whether pointwise work rides in the kernels of products and norms."""
         return self.join != "pass"
+
+    def kept_of_gelu(self, c: DecoderConfig, rows: int, store: Storage) -> int:
+        """Bytes a number of what the backward pass takes of GELU: its derivative, or its input where kept alone."""
+        if not self.fused or (self.preactivation and not self.activation):
+            return store.activation
+        whole_rows = self.activation and c.width <= WAVE_WIDTH and rows <= WAVE_TOKENS
+        return store.activation if whole_rows else store.slope
 
 
 # what PyTorch's engines do, and what the engines best, best+lean and best+leanest do

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ridgeline.models.config import DecoderConfig
-from ridgeline.models.plan import StoragePlan
+from ridgeline.models.plan import WAVE_TOKENS, StoragePlan
 from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
@@ -16,7 +16,6 @@ from ridgeline.ops.linear.stationary import LARGEST_K
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
-WAVE_TOKENS = 8448  # rows up to which the row-fused kernels have one tile a multiprocessor; with two they lose 16 %
 MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
 JOINED = frozenset(("out", "down", "up", "qkv"))
 
@@ -30,6 +29,7 @@ class Choices:
             "cuda-fp32" (short windows in fp32, without them too), "triton" (any window) or "reference" (explicit, by
             autograd).
         mlp: "cuda" (GELU and its derivative in the products' epilogues) or "torch" (cuBLAS and one Triton pass).
+        coded: under mlp "cuda" the derivative is kept in 8 bits instead of 16.
         qkv: the joint projection: "cuda" (bias in the epilogue, launched early) or "torch" (cuBLAS).
         out: attention's output projection and its input gradient: "torch" (cuBLAS), "cuda" (weights in registers),
             "residual" (and the residual written by the product, so that the norm stands alone).
@@ -50,6 +50,7 @@ class Choices:
 
     attention: str
     mlp: str
+    coded: bool = False
     qkv: str = "torch"
     out: str = "torch"
     folded: bool = False
@@ -122,6 +123,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
+        coded=hopper and dtype == torch.bfloat16,
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
         folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,

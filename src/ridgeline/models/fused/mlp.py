@@ -38,8 +38,8 @@ class MlpWeights(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """What the MLP saves: GELU's derivative (under mlp "torch" GELU's input without the bias; in whole rows in an order
-    of the kernel's own), and the activation.
+    """What the MLP saves: GELU's derivative (under mlp "torch" GELU's input without the bias; in whole rows and in
+    codes in an order of the kernel's own), and the activation.
     """
 
     kept_NF: Tensor
@@ -66,7 +66,7 @@ def hidden_forward(run: Pass, middle: Joined, weights: MlpWeights) -> Hidden:
     h_NC, up_FC, gelu = middle.h_NC, weights.up_FC, run.config.gelu
     a_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     if run.choices.mlp == "cuda":
-        kept_NF = products.slope_empty(h_NC, *a_NF.shape)
+        kept_NF = products.slope_empty(h_NC, *a_NF.shape, coded=run.choices.coded)
         products.forward_raw(
             h_NC, up_FC, a_NF,
             bias_M=weights.up_bias_F, gelu=gelu, slope_NM=kept_NF, norm=middle.folded, impl="cuda",
@@ -138,7 +138,7 @@ def _hidden_backward(
     Behind a folded norm du / σ, with the sums that its weight's gradient needs.
     """
     kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
-    du_NF = dz_NC.new_empty(kept_NF.shape)
+    du_NF = torch.empty_like(hidden.a_NF)
     if run.choices.mlp == "cuda":
         free = bias_F is not None and dz_NC.element_size() == 2  # the kernels for 16 bits leave sums in any case
         sums = sums or free or norm is not None

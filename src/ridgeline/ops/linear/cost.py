@@ -24,6 +24,7 @@ def linear_forward(
     store: Storage,
     reads: int = 0,
     writes: int = 1,
+    kept: int = 0,
     element_flops: int = 0,
     chunked: bool = False,
     count: int = 1,
@@ -36,7 +37,8 @@ def linear_forward(
         bias: whether there is one.
         store: sizes of numbers.
         reads: (N, M) tensors that the epilogue reads, such as the residual.
-        writes: (N, M) tensors written: the result, and GELU's input or derivative where that is kept.
+        writes: (N, M) tensors written: the result, and GELU's input or derivative where that is kept like one.
+        kept: bytes of each of N × M results that are written besides.
         element_flops: vector FLOPs that the epilogue does for each of the N × M results.
         chunked: y stays on chip.
         count: how often a step runs it.
@@ -47,7 +49,7 @@ def linear_forward(
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * outputs * (element_flops + bias * INSTRUCTION),
         read_bytes=rows * (inputs + reads * outputs) * store.activation + outputs * (inputs + bias) * store.weight,
-        written_bytes=rows * outputs * (0 if chunked else writes) * store.activation,
+        written_bytes=rows * outputs * ((0 if chunked else writes) * store.activation + kept),
         count=count,
     )
 
@@ -60,17 +62,22 @@ def linear_input_gradient(
     *,
     store: Storage,
     reads: int = 0,
+    kept: int = 0,
     element_flops: int = 0,
     chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
-    """dx = dy W; the epilogue may read (N, K) tensors, such as GELU's derivative or the input that has it."""
+    """dx = dy W; the epilogue may read (N, K) tensors, such as GELU's derivative or the input that has it.
+
+    With `kept` so many bytes of each of N × K results more.
+    """
     return OpCost(
         name=f"{name}.input_gradient",
         phase="backward",
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * inputs * element_flops,
         read_bytes=rows * (outputs * (not chunked) + reads * inputs) * store.activation
+        + rows * inputs * kept
         + outputs * inputs * store.weight,
         written_bytes=rows * inputs * store.activation,
         count=count,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.dropout import quantise
+from ridgeline.ops.linear.codes import is_coded, matrix_map
 from ridgeline.ops.linear.reference import GeluKind, Masks
 
 SOURCE = Path(__file__).parent / "gemm_sm90.cu"
@@ -20,6 +21,7 @@ SMEM_LIMIT = 227 * 1024
 THREADS = 384
 CHUNK_K = 64
 SMALL_TILES = 600  # fewer 128-row tiles than this, and 64-row tiles spread better
+PANEL_LINES = 8  # of codes: 16 rows of 64
 KINDS = "MMMMMPiPPPiIIfii"  # the parameters that both Hopper products have
 Epilogue = Literal["plain", "bias", "gelu", "residual", "factor", "terms"]
 
@@ -143,6 +145,7 @@ class Form(NamedTuple):
     Attributes:
         dtype: bf16 or fp16.
         transposed_b, bias, gelu, slope, residual, dropout, factor, terms: what there is of `gemm`'s arguments.
+        coded: the slope or factor is in codes.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -154,6 +157,7 @@ class Form(NamedTuple):
     dropout: bool = False
     factor: bool = False
     terms: bool = False
+    coded: bool = False
 
     @property
     def reads_c(self) -> bool:
@@ -170,6 +174,7 @@ class Form(NamedTuple):
             "GELU_TANH": int(self.gelu == "tanh"),
             "STORE_U": int(self.slope),
             "DROPOUT": int(self.dropout),
+            "CODED": int(self.coded),
         }
 
 
@@ -223,7 +228,7 @@ def gemm(
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
         config: how.
-        slope_MN, factor_MN: fp16 whatever a has.
+        slope_MN, factor_MN: fp16 whatever a has, or codes (codes.py).
 
     Returns:
         With `factor_MN`, fp32 partial column sums [rows, N] of out; else None.
@@ -233,6 +238,7 @@ def gemm(
     form = Form(
         a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
         masks is not None, factor_MN is not None, terms is not None,
+        coded=is_coded(slope_MN) or is_coded(factor_MN),
     )  # fmt: skip
     kernel, smem = _kernel(a_MK.get_device(), config, K, form)
     plan = plan_of(-(-M // config.tile_m), -(-N // config.tile_n), a_MK.device)
@@ -241,8 +247,7 @@ def gemm(
     map_b = cuda.tensor_map(b, (CHUNK_K, 64) if transposed_b else (config.tile_n, CHUNK_K))
     map_d = cuda.tensor_map(out_MN, panel)
     reads = terms.c_MN if terms is not None else residual_MN if factor_MN is None else factor_MN
-    map_c = map_d if reads is None else cuda.tensor_map(reads, panel)
-    map_u = map_d if slope_MN is None else cuda.tensor_map(slope_MN, panel)
+    map_c, map_u = (map_d if x is None else matrix_map(x, panel, PANEL_LINES) for x in (reads, slope_MN))
     sums = a_MK.new_zeros((plan.slots * 8, N), dtype=torch.float32) if factor_MN is not None else None
     arguments: Sequence[cuda.Argument] = (
         map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N),

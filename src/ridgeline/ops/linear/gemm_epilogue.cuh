@@ -2,10 +2,12 @@
 #pragma once
 #include "gemm_layout.cuh"
 
-#include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
+#include "slope_codes.cuh"
 
 // ---- epilogues, one panel (16 rows × 64 columns) a warp at a time; thread (row l / 4 + 8 h, columns 8 j + 2 (l % 4) + e)
+
+constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_CODES = CODED && EPILOGUE == 3;
 
 struct Panel {
   u32 address;  // in shared memory
@@ -26,6 +28,29 @@ struct Panel {
       load_matrices(m, pair_of_groups(j));
       values[j][0] = m[0], values[j][1] = m[1], values[j + 1][0] = m[2], values[j + 1][1] = m[3];
     }
+  }
+  RL_D u32 code_place(int half) const {
+    return address + half * HALF_CODES + (swizzle128(lane >> 3, lane & 7) ^ half * 64);
+  }
+  RL_D void write_codes(const u32 (&slopes)[8][2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      u32 codes[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) codes[j] = encode_slopes(slopes[4 * half + j][0], slopes[4 * half + j][1]);
+      store_shared_16(code_place(half), codes[0], codes[1], codes[2], codes[3]);
+    }
+  }
+  RL_D void read_codes(u32 (&slopes)[8][2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 v = load_shared_16(code_place(half));
+      const u32 codes[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        slopes[4 * half + j][0] = decode_slopes<0>(codes[j]), slopes[4 * half + j][1] = decode_slopes<1>(codes[j]);
+    }
+    sync_warp();  // what follows writes where other lanes have read
   }
 };
 RL_D void publish() {  // what the warp wrote to shared memory, to the copy engine
@@ -68,6 +93,7 @@ struct Consumer {
     const int index = READS_C ? warp * PANELS + i : (group * 4 + warp) * 2 + i;
     return {smem + PANEL_POOL + index * PANEL_BYTES, lane};
   }
+  RL_D int codes_of(int x, int y) const { return code_line(x, y, p.n) + warp * (WARP_CODES / ROW_BYTES); }  // lines
   RL_D void load_bias(const u16* pointer, int column) {
 #pragma unroll
     for (int j = 0; j < TILE_N / 8; ++j) {
@@ -80,8 +106,10 @@ struct Consumer {
   // C panel i of the tile at (column, row), which warpgroup `reader` takes, into its slot; the slot must be free.
   RL_D void fetch_c(int reader, int i, int column, int row) const {
     const u32 full = bar.c_full(reader, warp, i);
-    barrier_expect(full, PANEL_BYTES);
-    copy_2d(panel(i).address, p.c, column + 64 * (i % N_HALVES), row + 64 * (i / N_HALVES) + 16 * warp, full);
+    barrier_expect(full, READS_CODES ? WARP_CODES : PANEL_BYTES);
+    const int x = column + 64 * (i % N_HALVES), y = row + 64 * (i / N_HALVES);
+    if (READS_CODES) copy_2d(panel(i).address, p.c, 0, codes_of(x, y), full);
+    else copy_2d(panel(i).address, p.c, x, y + 16 * warp, full);
   }
 
   // Epilogues 0 and 1. Arithmetic comes before the waits, so that panels sent earlier have had time to leave.
@@ -100,14 +128,14 @@ struct Consumer {
           if (EPILOGUE == 1) slope[j][h] = activate<GELU_TANH, STORE_U>(v0, v1);
           out[j][h] = pack_pair(v0, v1);
         }
-      constexpr bool BOTH = EPILOGUE == 1 && STORE_U;
       wait_sent<BOTH ? 0 : 1>(lane);
-      if (BOTH) panel(1).write(slope);
+      if (BOTH && CODED) panel(1).write_codes(slope);
+      if (BOTH && !CODED) panel(1).write(slope);
       const Panel target = panel(BOTH ? 0 : i & 1);
       target.write(out);
       publish();
       if (lane == 0) {
-        if (BOTH) store_2d(p.u, panel(1).address, x, y);
+        if (BOTH) store_2d(p.u, panel(1).address, CODED ? 0 : x, CODED ? codes_of(x, y) : y);
         store_2d(p.d, target.address, x, y);
         store_commit();
       }
@@ -127,7 +155,8 @@ struct Consumer {
       float terms[2][2];
       if (EPILOGUE == 4) load_terms(terms, y);
       barrier_wait(bar.c_full(group, warp, i), phase);
-      here.read(c);
+      if (READS_CODES) here.read_codes(c);
+      else here.read(c);
       if (EPILOGUE == 3) multiply(c, v, 8 * (i % N_HALVES));
       if (EPILOGUE == 2) add_residual(c, v, 8 * (i % N_HALVES), x, y);
       if (EPILOGUE == 4) add_terms(c, v, terms);

@@ -10,7 +10,8 @@
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
 //             3 D = acc · C, with column sums of D   4 D = factor · acc + α + β C, with a row's α and β
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2).
-//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
+//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in; or with CODED in 8 bits in an order
+//   of the kernel's own (slope_codes.cuh).
 #include "gemm_epilogue.cuh"
 
 RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 barrier) {

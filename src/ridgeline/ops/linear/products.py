@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.linear import doubles, gemm, stationary
+from ridgeline.ops.linear.codes import codes_empty
 from ridgeline.ops.linear.folded import SHARE, FoldedNorm, FoldedWeights, folded_statistics
 from ridgeline.ops.linear.reference import GeluKind, Masks, masked
 from ridgeline.ops.norm.reference import norm_reference
@@ -38,8 +39,13 @@ def aligned(x_NK: Tensor) -> Tensor:
     return aligned_empty(x_NK, *x_NK.shape).copy_(x_NK)
 
 
-def slope_empty(like: Tensor, rows: int, width: int) -> Tensor:
-    """Memory for derivatives of GELU beside activations `like`: half precision beside 16 bits, else as they are."""
+def slope_empty(like: Tensor, rows: int, width: int, *, coded: bool = False) -> Tensor:
+    """Memory for derivatives of GELU beside activations `like`: half precision beside 16 bits, else as they are.
+
+    With `coded` ("cuda" alone, beside bf16) codes of 8 bits, in an order of the kernels' own.
+    """
+    if coded:
+        return codes_empty(like, rows, width)
     slope_NM = aligned_empty(like, rows, width)
     return slope_NM.view(torch.float16) if like.element_size() == 2 else slope_NM
 

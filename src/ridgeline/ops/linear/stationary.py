@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.linear.codes import LINES, is_coded, matrix_map
 from ridgeline.ops.linear.folded import FoldedNorm, FoldedWeights
 from ridgeline.ops.linear.gemm import KINDS as SHARED_KINDS
 from ridgeline.ops.linear.gemm import Form, mask_arguments, plan_of
@@ -27,32 +28,30 @@ BARRIER_BYTES = 2048  # and the rows' numbers of a norm
 KINDS = SHARED_KINDS + "PPPi"
 
 
-def _beside(outputs: int, reads_c: bool) -> int:
-    """Tiles in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup."""
-    return 4 * outputs + (4 if reads_c else 0)
+def _beside(macros: Mapping[str, int]) -> int:
+    """Bytes in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup.
 
-
-def fitting_laps(k_chunks: int, outputs: int, reads_c: bool) -> int:
-    """Tiles of A that fit the ring."""
-    return ((SMEM_LIMIT - BARRIER_BYTES) // TILE_BYTES - _beside(outputs, reads_c)) // k_chunks
+    Slopes in codes take half a tile.
+    """
+    other = TILE_BYTES >> macros["CODED"]  # slopes or C
+    return 4 * (TILE_BYTES + other * (macros["STORE_U"] + (macros["EPILOGUE"] >= 2))) + BARRIER_BYTES
 
 
 def smem(macros: Mapping[str, int]) -> int:
     """Bytes of dynamic shared memory of the kernel that `macros` of `defines` make."""
-    tiles = macros["LAPS"] * macros["K_CHUNKS"] + _beside(1 + macros["STORE_U"], macros["EPILOGUE"] >= 2)
-    return tiles * TILE_BYTES + BARRIER_BYTES
+    return macros["LAPS"] * macros["K_CHUNKS"] * TILE_BYTES + _beside(macros)
 
 
 def defines(K: int, form: Form, folded: bool = False) -> dict[str, int]:
     """The macros that compile the kernel for an inner size, a form, and a part in a folded norm."""
-    k_chunks = -(-K // TILE)
-    laps = fitting_laps(k_chunks, 1 + form.slope, form.reads_c)
+    k_chunks, macros = -(-K // TILE), form.macros()
+    laps = (SMEM_LIMIT - _beside(macros)) // (k_chunks * TILE_BYTES)
     part = {
         "STATS": int(folded and form.residual),
         "NORM": int(folded and not form.reads_c),
         "SCALED": int(folded and form.factor),
     }
-    return form.macros() | part | {"K_CHUNKS": k_chunks, "LAPS": laps}
+    return macros | part | {"K_CHUNKS": k_chunks, "LAPS": laps}
 
 
 @functools.lru_cache(maxsize=256)
@@ -87,7 +86,7 @@ def stationary(
         b: [N, K], or [K, N] with `transposed_b`.
         out_MN: written.
         masks: dropout of samples of at least 64 rows.
-        slope_MN, factor_MN: fp16 whatever a has.
+        slope_MN, factor_MN: fp16 whatever a has, or codes (codes.py).
         norm: one that no pass of its own makes. With a residual, its shares are left beside `out_MN`; with a factor,
             out is divided by each row's σ; else A is the residual stream, and norm(A) is what is multiplied, by weights
             and a bias that `folded` has in place of `b` and `bias_N`.
@@ -101,17 +100,19 @@ def stationary(
     reads = residual_MN if factor_MN is None else factor_MN
     form = Form(
         a_MK.dtype, transposed_b, bias_N is not None, gelu, slope_MN is not None, residual_MN is not None,
-        masks is not None, factor_MN is not None,
+        masks is not None, factor_MN is not None, coded=is_coded(slope_MN) or is_coded(factor_MN),
     )  # fmt: skip
     kernel, size = _kernel(a_MK.get_device(), K, form, norm is not None)
     plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
-    maps = [cuda.tensor_map(out_MN if x is None else x, (TILE, TILE)) for x in (a_MK, b, reads, out_MN, slope_MN)]
+    map_a, map_b, map_d = (cuda.tensor_map(x, (TILE, TILE)) for x in (a_MK, b, out_MN))
+    map_c, map_u = (map_d if x is None else matrix_map(x, (TILE, TILE), LINES) for x in (reads, slope_MN))
     sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if factor_MN is not None else None
     beside: Sequence[cuda.Argument] = (None, None, None, M)
     if norm is not None:
         beside = (norm.shares_SM2, norm.rstd_M, None if folded is None else folded.bias_M, M)
     arguments: Sequence[cuda.Argument] = (
-        *maps, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N), *beside
+        map_a, map_b, map_c, map_d, map_u, plan.schedule, plan.segments, bias_N, sums, *mask_arguments(masks, N),
+        *beside,
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, size, arguments)
     return sums

@@ -11,36 +11,44 @@
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
 //             3 D = acc · C, with column sums of D
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
-//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in.
+//   Slopes (U, and C of epilogue 3) are in half precision, whatever the rest is in; or with CODED in 8 bits in an order
+//   of the kernel's own (slope_codes.cuh).
 //   A norm without a pass of its own (stationary_rows.cuh):
 //   STATS (epilogue 2): each row's sum and sum of squares over 64 columns of D are left beside it.
 //   NORM (epilogues 0 and 1): A is a residual stream, B is W', the bias b' in fp32, acc / σ + b' takes the place of acc + bias.
 //   SCALED (epilogue 3): D's rows times 1 / σ of a norm's rows, with column sums of D before that.
 #include "stationary_layout.cuh"
 
-#include "gelu.cuh"
 #include "ridgeline/dropout.cuh"
+#include "slope_codes.cuh"
 #include "stationary_rows.cuh"
 
 // B of each warpgroup, then the segment's rows of A, all through one ring.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   Ring ring;
-  const auto slot = [&](int chunk) {  // free, and expecting a tile
-    const int index = ring.first + chunk;
+  const auto slot = [&](int unit) {  // free, and expecting a unit
+    const int index = ring.first + unit;
     barrier_wait(bar.empty(index), ring.phase ^ 1);
-    barrier_expect(bar.full(index), TILE_BYTES);
+    barrier_expect(bar.full(index), UNIT_BYTES);
     return index;
+  };
+  const auto copy = [&](int index, int part, const TensorMap* map, int x, int y) {
+    copy_2d(smem + index * UNIT_BYTES + part * TILE_BYTES, map, x, y, bar.full(index));
   };
   for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
     for (int group = 0; group < GROUPS; ++group, ring.advance())
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        const int index = slot(chunk), column = now.column(group), k = chunk * 64;
-        copy_2d(smem + index * TILE_BYTES, p.b, B_TRANSPOSED ? column : k, B_TRANSPOSED ? k : column, bar.full(index));
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const int index = slot(unit), column = now.column(group);
+        for (int part = 0; part < PER_UNIT; ++part) {
+          const int k = (unit * PER_UNIT + part) * 64;
+          copy(index, part, p.b, B_TRANSPOSED ? column : k, B_TRANSPOSED ? k : column);
+        }
       }
     for (int tile = 0; tile < now.count(); ++tile, ring.advance())
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        const int index = slot(chunk);
-        copy_2d(smem + index * TILE_BYTES, p.a, chunk * 64, now.row(tile), bar.full(index));
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const int index = slot(unit);
+        for (int part = 0; part < PER_UNIT; ++part)
+          copy(index, part, p.a, (unit * PER_UNIT + part) * 64, now.row(tile));
       }
   }
 }
@@ -58,8 +66,10 @@ RL_D void produce_beside(const Problem& p, const Rows& rows, const int4* schedul
 #pragma unroll
         for (int group = 0; group < GROUPS; ++group) {
           barrier_wait(bar.c_empty(group, buffer), before);
-          barrier_expect(bar.c_full(group, buffer), TILE_BYTES);
-          copy_2d(c_tile(smem, group, buffer), p.c, now.column(group), now.row(tile), bar.c_full(group, buffer));
+          barrier_expect(bar.c_full(group, buffer), C_BYTES);
+          const int x = now.column(group), y = now.row(tile);
+          copy_2d(c_tile(smem, group, buffer), p.c, CODED ? 0 : x, CODED ? code_line(x, y, p.n) : y,
+                  bar.c_full(group, buffer));
         }
       if (BY_ROW) {
         const RowScales mine = next;
@@ -82,7 +92,8 @@ RL_D void deliver(const Problem& p, const Rows& rows, const int4* schedule, u32 
       barrier_wait(bar.staged(group, buffer), sent >> 1 & 1);
       if (lane == 0) {
         store_2d(p.d, staging(smem, group, buffer, 0), column, row);
-        if (BOTH) store_2d(p.u, staging(smem, group, buffer, 1), column, row);
+        if (BOTH)
+          store_2d(p.u, staging(smem, group, buffer, 1), CODED ? 0 : column, CODED ? code_line(column, row, p.n) : row);
         store_commit();
         store_wait_read<1>();
         if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
@@ -117,7 +128,8 @@ struct Consumer {
   int sent = 0;        // tiles
   u32 weights[4 * K_CHUNKS][4];
   float bias[2], sums[2];
-  u32 c[4];            // of two parts
+  u32 c[4];            // of two parts; with CODED of four, or what is written of four
+  u32 code;            // where this lane's codes of the first half of rows lie in a tile
   float scales[2][2];  // BY_ROW: 1 / σ of both rows of a part, and of the next part's
   Mask mask;
   DropoutKeys keys[2];  // of the sample that the tile's first row belongs to, and of the next
@@ -163,21 +175,22 @@ struct Consumer {
 #pragma unroll
     for (int owner = 0; owner < GROUPS; ++owner) {
 #pragma unroll
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        barrier_wait(bar.full(ring.first + chunk), ring.phase);
-        const u32 tile = smem + (ring.first + chunk) * TILE_BYTES;
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const int index = ring.first + unit;
+        barrier_wait(bar.full(index), ring.phase);
         if (owner == group)
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            u32(&fragment)[4] = weights[4 * chunk + k];
-            const int row = lane & 7;
+          for (int step = 0; step < 4 * PER_UNIT; ++step) {
+            u32(&fragment)[4] = weights[4 * PER_UNIT * unit + step];
+            const u32 tile = smem + index * UNIT_BYTES + step / 4 * TILE_BYTES;
+            const int row = lane & 7, k = step % 4;
             if (B_TRANSPOSED)
               load_matrices_transposed(fragment, tile + swizzle128(16 * k + 8 * high + row, 2 * warp + low));
             else load_matrices(fragment, tile + swizzle128(16 * warp + 8 * low + row, 2 * k + high));
           }
         if (owner == group) fence_async();  // an arrival may overtake the reads: all is read before the engine writes there
         sync_warp();
-        release(ring.first + chunk);
+        release(index);
       }
       ring.advance();
     }
@@ -195,12 +208,18 @@ struct Consumer {
     scales[j & 1][0] = from_bits(v.x), scales[j & 1][1] = from_bits(v.y);
   }
 
+  RL_D u32 code_place(u32 tile, int half) const { return tile + half * HALF_CODES + (code ^ half * 64); }  // swizzled
+
   // Eight rows of a tile: columns lane / 4 (+ 8), rows 8 j + 2 (lane % 4) (+ 1).
   RL_D void part(float (&acc)[32], int j, int column, int row) {
     if (EPILOGUE == 2 && DROPOUT && j == 0) begin_mask(row);
     if (EPILOGUE == 2 && DROPOUT && j % 4 == 0) draw(j, column);
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
-    if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
+    if (CODED && READS_C && j % 4 == 0) {
+      const uint4 v = load_shared_16(code_place(c_tile(smem, group, sent & 1), j / 4));
+      c[0] = v.x, c[1] = v.y, c[2] = v.z, c[3] = v.w;
+    }
+    if (!CODED && READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
     if (BY_ROW && j == 0) {
       barrier_wait(bar.rows_full(sent & 1), sent >> 1 & 1);
       load_scales(0);
@@ -210,7 +229,7 @@ struct Consumer {
     u32 out[2], slope[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const u32 here = c[2 * (j & 1) + h];
+      const u32 here = !CODED ? c[2 * (j & 1) + h] : h ? decode_slopes<1>(c[j & 3]) : decode_slopes<0>(c[j & 3]);
       float v0 = acc[4 * j + 2 * h], v1 = acc[4 * j + 2 * h + 1];
       if (EPILOGUE == 3) {
         v0 *= half_low(here), v1 *= half_high(here);
@@ -234,7 +253,11 @@ struct Consumer {
     const u32 place = matrix + j * 1024;
     if (j == 0) barrier_wait(bar.vacant(group, sent & 1), (sent >> 1 & 1) ^ 1);
     store_matrix_pair_transposed(staging(smem, group, sent & 1, 0) + place, out[0], out[1]);
-    if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
+    if (BOTH && !CODED) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
+    if (BOTH && CODED) {
+      c[j & 3] = encode_slopes(slope[0], slope[1]);
+      if (j % 4 == 3) store_shared_16(code_place(staging(smem, group, sent & 1, 1), j / 4), c[0], c[1], c[2], c[3]);
+    }
     if (j == 7 && (READS_C || BY_ROW)) {  // what was read of both has been used, too: an arrival may overtake reads
       sync_warp();
       if (READS_C && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
@@ -252,27 +275,28 @@ struct Consumer {
   template <bool OLD>
   RL_D void tile(float (&acc)[32], float (&old)[32], int column, int row) {
     const int first = ring.first;
-    const u32 start = static_cast<u32>(operand_k_major(smem)) + first * (TILE_BYTES / 16);
+    const u32 start = static_cast<u32>(operand_k_major(smem)) + first * (UNIT_BYTES / 16);
 #pragma unroll
-    for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-      barrier_wait(bar.full(first) + 8 * chunk, ring.phase);
+    for (int unit = 0; unit < UNITS; ++unit) {
+      barrier_wait(bar.full(first) + 8 * unit, ring.phase);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], operand(start + chunk * (TILE_BYTES / 16) + 2 * k),
-                                 chunk + k > 0);
+      for (int step = 0; step < 4 * PER_UNIT; ++step) {
+        const u32 low = start + unit * (UNIT_BYTES / 16) + step / 4 * (TILE_BYTES / 16) + 2 * (step % 4);
+        wgmma_registers<ROWS, 0>(acc, weights[4 * PER_UNIT * unit + step], operand(low), unit + step > 0);
+      }
       wgmma_commit();
-      if (OLD && chunk == 0) {  // what the epilogue reads
+      if (OLD && unit == 0) {  // what the epilogue reads
         wgmma_wait<1>();
         wgmma_touch(old);
         release(slot_before());
       }
       if (OLD)
 #pragma unroll
-        for (int j = 8 * chunk / K_CHUNKS; j < 8 * (chunk + 1) / K_CHUNKS; ++j) part(old, j, column, row);
-      if (chunk > 0) {
+        for (int j = 8 * unit / UNITS; j < 8 * (unit + 1) / UNITS; ++j) part(old, j, column, row);
+      if (unit > 0) {
         wgmma_wait<1>();
-        release(first + chunk - 1);
+        release(first + unit - 1);
       }
     }
     ring.advance();
@@ -364,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     const int quarter = lane >> 3;
     Consumer me{p, smem, bar, group, warp, lane,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
+    if (CODED) me.code = WARP_CODES * warp + swizzle128(lane >> 3, lane & 7);
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
                  first_sample};
