@@ -54,28 +54,27 @@ def sources():
     s = put(s, "struct Barriers {", STAMP + "struct Barriers {"); p.write_text(s)
     p = here / "heads_rows.cuh"; s = p.read_text()
     s = put(s, "  int group;\n", "  int group;\n  bool now;\n")
-    s = put(s, "      float x[16];\n      u32 v[4][2], a[4][2];\n      begin(x, piece, phase);\n", "      float x[16];\n      u32 v[4][2], a[4][2];\n      const bool mark = now && piece == 4;\n      stamp_if(now && piece < 2, 17 + piece);\n      stamp_if(mark, 20);\n      begin(x, piece, phase);\n      stamp_of(mark, 21, x[0]);\n")
-    s = put(s, "      wgmma_fence();\n#pragma unroll\n      for (int k = 0; k < 2; ++k) {\n", "      stamp_of(mark, 22, from_bits(a[3][1]));\n      wgmma_fence();\n#pragma unroll\n      for (int k = 0; k < 2; ++k) {\n")
-    s = put(s, "      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      wgmma_wait<0>();\n      wgmma_touch(logits);\n", "      stamp_if(mark, 23);\n      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      stamp_if(mark, 24);\n      wgmma_wait<0>();\n      wgmma_touch(logits);\n      stamp_if(mark, 25);\n")
-    s = put(s, "      wgmma_wait<0>();\n      wgmma_touch(x);\n#pragma unroll\n      for (int j = 0; j < 4; ++j) {\n        const uint4 sc = vectors(piece, j);\n#pragma unroll\n        for (int h = 0; h < 2; ++h) {\n          const float v0 = pair_low", "      wgmma_wait<0>();\n      wgmma_touch(x);\n      stamp_if(now && piece == 5, 51);\n#pragma unroll\n      for (int j = 0; j < 4; ++j) {\n        const uint4 sc = vectors(piece, j);\n#pragma unroll\n        for (int h = 0; h < 2; ++h) {\n          const float v0 = pair_low")
-    s = put(s, "      const u32 tile = p_tile(smem, group, piece / 2);\n      float x[16];\n", "      const u32 tile = p_tile(smem, group, piece / 2);\n      stamp_if(now && piece == 5, 50);\n      float x[16];\n")
-    s = put(s, "      store_pairs(q, tile, piece);\n", "      stamp_of(now && piece == 5, 52, from_bits(q[3][1]));\n      store_pairs(q, tile, piece);\n      stamp_if(now && piece == 5, 53);\n")
-    s = put(s, "publish(bar.q_ready(group, piece / 2));\n", "publish(bar.q_ready(group, piece / 2));\n      stamp_if(now && piece == 5, 54);\n")
-    s = put(s, "    const u32 tile = narrow_tile(smem, group);\n#pragma unroll\n    for (int i = 0; i < V_DEPTH / 16; ++i)\n", "    stamp_if(now, 40);\n    const u32 tile = narrow_tile(smem, group);\n#pragma unroll\n    for (int i = 0; i < V_DEPTH / 16; ++i)\n")
+    s = put(s, "      begin(x, piece, phase);\n", "      const bool mark = now && piece == 4;\n      stamp_if(now && piece < 2, 17 + piece);\n      stamp_if(mark, 20);\n      begin(x, piece, phase);\n      stamp_of(mark, 21, x[0]);\n")
+    s = put(s, "      wgmma_fence();\n      add_product(totals.logits", "      stamp_of(mark, 22, from_bits(a[3][1] ^ s_slope[3][1]));\n      wgmma_fence();\n      add_product(totals.logits")
+    s = put(s, "      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      wgmma_wait<0>();\n", "      stamp_if(mark, 23);\n      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      stamp_if(mark, 24);\n      wgmma_wait<0>();\n")
+    s = put(s, "      wgmma_touch(totals.s);\n", "      wgmma_touch(totals.s);\n      stamp_if(mark, 25);\n")
+    s = put(s, "      const u32 tile = p_tile(smem, group, chunk);\n      float x[32];\n", "      const u32 tile = p_tile(smem, group, chunk);\n      stamp_if(now && chunk == 2, 50);\n      float x[32];\n")
+    s = put(s, "      wgmma_wait<0>();\n      wgmma_touch(x);\n#pragma unroll\n      for (int half = 0; half < 2; ++half) {\n", "      wgmma_wait<0>();\n      wgmma_touch(x);\n      stamp_if(now && chunk == 2, 51);\n#pragma unroll\n      for (int half = 0; half < 2; ++half) {\n")
+    s = put(s, "      publish(bar.q_ready(group, chunk));\n", "      stamp_if(now && chunk == 2, 53);\n      publish(bar.q_ready(group, chunk));\n      stamp_if(now && chunk == 2, 54);\n")
+    s = put(s, "    auto& logits = totals.logits;\n", "    stamp_if(now, 40);\n    auto& logits = totals.logits;\n")
     s = put(s, "    barrier_wait(bar.weights(), 0);\n", "    barrier_wait(bar.weights(), 0);\n    stamp(3);\n")
     s = put(s, "      const u32 phase = tiles.round & 1;\n", f"      const u32 phase = tiles.round & 1;\n      now = tiles.round == {ROUND};\n      stamp_if(tiles.round < 12, 64 + tiles.round);\n      stamp_if(now, 10);\n")
     s = put(s, "      barrier_wait(bar.narrow_free(group), phase ^ 1);\n", "      stamp_of(now, 11, deviation[0] + deviation[1]);\n      barrier_wait(bar.narrow_free(group), phase ^ 1);\n      stamp_if(now, 12);\n")
     s = put(s, "      barrier_wait(bar.a_free(group), phase ^ 1);\n", "      stamp_if(now, 13);\n      barrier_wait(bar.a_free(group), phase ^ 1);\n      stamp_if(now, 14);\n")
     s = put(s, "      publish(bar.narrow_ready(group));\n", "      stamp_if(now, 42);\n      publish(bar.narrow_ready(group));\n      stamp_if(now, 43);\n")
-    s = put(s, "      backward(c1, c2);\n", "      stamp_if(now, 45);\n      backward(c1, c2);\n      stamp_if(now, 58);\n")
-    s = put(s, "      write_slopes(c1, c2, tiles.row());\n", "      write_slopes(c1, c2, tiles.row());\n      stamp_if(now, 59);\n")
+    s = put(s, "      backward();\n", "      stamp_if(now, 45);\n      backward();\n      stamp_if(now, 58);\n")
     s = put(s, "    write_sums();\n  }\n", "    stamp(76);\n    write_sums();\n  }\n")
     p.write_text(s)
     p = here / "heads_sm90.cu"; s = p.read_text()
-    s = put(s, "    const u32 phase = (tiles.round & 1) ^ 1;  // of the tile before\n", f"    const u32 phase = (tiles.round & 1) ^ 1;  // of the tile before\n    const bool now = tiles.round == {ROUND + 1};\n")
-    s = put(s, "      if (tiles.round > 0 && chunk < CHUNKS) send(chunk, phase);\n", "      if (tiles.round > 0 && chunk < CHUNKS) send(chunk, phase);\n      stamp_if(now && chunk < CHUNKS, 20 + 4 * chunk);\n")
-    s = put(s, "        barrier_wait(bar.q_done(group, free), phase);\n", "        stamp_if(now, 21 + 4 * free);\n        barrier_wait(bar.q_done(group, free), phase);\n        stamp_if(now, 22 + 4 * free);\n")
-    s = put(s, "      copy_2d(p_tile(smem, group, free), p.p, free * 64, tiles.row(), bar.p_full(group, free));\n", "      copy_2d(p_tile(smem, group, free), p.p, free * 64, tiles.row(), bar.p_full(group, free));\n      stamp_if(now, 23 + 4 * free);\n")
+    s = put(s, "    const u32 phase = tiles.round & 1;\n    const int row", f"    const u32 phase = tiles.round & 1;\n    const bool now = tiles.round == {ROUND};\n    const int row")
+    s = put(s, "      if (chunk < CHUNKS) send(chunk, phase, row);\n", "      if (chunk < CHUNKS) send(chunk, phase, row);\n      stamp_if(now && chunk < CHUNKS, 20 + 4 * chunk);\n")
+    s = put(s, "      barrier_wait(bar.q_done(group, chunk - 1), phase);\n", "      stamp_if(now, 17 + 4 * chunk);\n      barrier_wait(bar.q_done(group, chunk - 1), phase);\n      stamp_if(now, 18 + 4 * chunk);\n")
+    s = put(s, "      load_p(p, smem, bar, group, chunk - 1, tiles.row());\n", "      load_p(p, smem, bar, group, chunk - 1, tiles.row());\n      stamp_if(now, 19 + 4 * chunk);\n")
     s = put(s, "      barrier_wait(bar.narrow_ready(group), phase);\n      wgmma_fence();\n", f"      const bool now = tiles[group].round == {ROUND};\n      const int base = 10 + 30 * group;\n      stamp_if(now, base);\n      barrier_wait(bar.narrow_ready(group), phase);\n      stamp_if(now, base + 1);\n      wgmma_fence();\n")
     s = put(s, "      release(bar.a_free(group));\n", "      stamp_if(now, base + 2);\n      release(bar.a_free(group));\n")
     s = put(s, "        barrier_wait(bar.q_ready(group, chunk), phase);\n        wgmma_fence();\n", "        barrier_wait(bar.q_ready(group, chunk), phase);\n        stamp_if(now, base + 3 + 2 * chunk);\n        wgmma_fence();\n")
@@ -91,7 +90,7 @@ def sources():
 
 CONSUMER = {
     10: "tile", 11: "statistics", 12: "side free", 13: "side", 14: "a free", 17: "piece 0", 18: "piece 1", 20: "[piece 4", 21: "p and heard", 22: "gelu", 23: "stored",
-    24: "state", 25: "logits]", 40: "(loss", 42: "dl)", 43: "published", 45: "said", 50: "<piece 5", 51: "da", 52: "q", 53: "stored", 54: "out>", 58: "all q", 59: "slopes",
+    24: "state", 25: "logits]", 40: "(loss", 42: "dl)", 43: "published", 45: "said", 50: "<chunk 2", 51: "da", 53: "stored", 54: "out>", 58: "all q",
 }
 COPIES = {key: name for c in range(5) for key, name in ((20 + 4 * c, f"q{c} sent"), (21 + 4 * c, f"read"), (22 + 4 * c, f"summed"), (23 + 4 * c, f"p{c} asked"))}
 SUMS = {}

@@ -141,6 +141,17 @@ def test_gradients_are_launched_as_they_gather(
     equals_the_reference_to_rounding(decoder(CONFIGS["learned, tanh"], layers=2))
 
 
+def test_a_bias_whose_sums_are_there_is_not_summed_again(played: Callable[[Choices], None]) -> None:
+    dy, x, sums = torch.randn(6, 4), torch.randn(6, 3), torch.randn(5, 4)
+    weight, bias = torch.nn.Parameter(torch.randn(4, 3)), torch.nn.Parameter(torch.randn(4))
+    grads = gradients.WeightGradients(DEVICE, Choices(attention="reference", mlp="cuda", grouped=True))
+    with torch.no_grad():
+        grads.product(weight, dy.to(DEVICE), x.to(DEVICE), bias, sums.to(DEVICE))
+        grads.finish()
+    torch.testing.assert_close(grads.take(weight), (dy.t() @ x).to(DEVICE))
+    torch.testing.assert_close(grads.take(bias), sums.sum(0).to(DEVICE))
+
+
 @pytest.fixture
 def played_products(monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None]) -> Callable[[Choices], None]:
     """The Hopper kernels' products played too."""

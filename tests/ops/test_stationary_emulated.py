@@ -64,6 +64,8 @@ CASES = [
     Case(450, 192, 136, "residual", units=2, seed=12, norm="layernorm", late=True),
     Case(330, 264, 72, "factor", transposed_b=True, units=3, seed=13, norm="layernorm"),
     Case(330, 136, 72, "factor", transposed_b=True, units=2, seed=14, norm="rmsnorm", late=True),
+    Case(330, 200, 512, "gelu", units=2, seed=21, late=True),
+    Case(270, 192, 512, "residual", units=2, seed=22, norm="layernorm"),
     Case(300, 200, 200, "gelu", units=2, seed=15, coded=True),
     Case(330, 136, 72, "factor", transposed_b=True, units=2, seed=16, late=True, coded=True),
     Case(450, 264, 136, "factor", units=1, seed=17, coded=True),

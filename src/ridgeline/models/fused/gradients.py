@@ -71,6 +71,9 @@ class WeightGradients:
         if norm is not None and partials_PM is not None:
             self._beside(self._folded_product, weight_MK, dy_NM, x_NK, bias_M, partials_PM, norm)
             return
+        if bias_M is not None and partials_PM is not None:
+            self.sums(partials_PM, [bias_M])
+            bias_M = None
         if self._grouped:
             if len(self._group) == MAX_PROBLEMS or self._bytes > GATHERED_BYTES:
                 self._flush()
@@ -81,8 +84,6 @@ class WeightGradients:
             self._bytes += dy_NM.numel() * dy_NM.element_size()
             return
         self._beside(self._product, weight_MK, dy_NM, x_NK)
-        if bias_M is not None and partials_PM is not None:
-            self.sums(partials_PM, [bias_M])
 
     def sums(self, partials_PW: Tensor, weights: Sequence[Tensor]) -> None:
         """Column sums of fp32 partials, split among one-dimensional weights that lie side by side in its columns."""

@@ -140,7 +140,8 @@ def _hidden_backward(
     kept_NF, bias_F, gelu = hidden.kept_NF, weights.up_bias_F, run.config.gelu
     du_NF = torch.empty_like(hidden.a_NF)
     if run.choices.mlp == "cuda":
-        sums = sums or norm is not None
+        free = bias_F is not None and dz_NC.element_size() == 2  # the kernels for 16 bits leave sums in any case
+        sums = sums or free or norm is not None
         return du_NF, products.input_gradient_raw(
             dz_NC, weights.down_CF, du_NF, slope_NK=kept_NF, norm=norm, sums=sums, impl="cuda"
         )

@@ -21,7 +21,7 @@ LANES = 32
 
 Shapes = tuple[tuple[int, int], ...]
 Place = tuple[int, int, int, int, int]
-NOTHING: Place = (-1, 0, 0, 0, 0)
+NOTHING: Place = (0, 0, 0, 0, 0)  # of no table: it has no rows
 
 
 def length_of(shapes: Shapes) -> int:

@@ -11,21 +11,29 @@
 
 using namespace rl;
 
-constexpr int AHEAD = 8;  // rows whose numbers are loaded before any is added
+constexpr int ABREAST = 8;  // rows whose numbers come in while as many others are added
 
-struct Place {  // int[5]: column of the vector (-1: none), category column, first number in the tables, width, rows
+struct Place {  // int[5]: column of the vector, category column, first number in the tables, width, rows (0: nothing here)
   int source, category, start, width, rows;
 };
 
-RL_D int load_id(const void* ids, i64 place) {
-  if (ID_BYTES == 8) {
-    const i64 id = static_cast<const i64*>(ids)[place];
-    return id < 0 || id > 0x7fffffff ? -1 : static_cast<int>(id);
-  }
-  if (ID_BYTES == 4) return static_cast<const int*>(ids)[place];
-  if (ID_BYTES == 2) return static_cast<const short*>(ids)[place];
-  return ID_SIGNED ? static_cast<const signed char*>(ids)[place] : static_cast<const u8*>(ids)[place];
-}
+template <int BYTES, bool SIGNED>
+struct Integer { using type = i64; };
+template <bool SIGNED>
+struct Integer<4, SIGNED> { using type = int; };
+template <bool SIGNED>
+struct Integer<2, SIGNED> { using type = short; };
+template <>
+struct Integer<1, true> { using type = signed char; };
+template <>
+struct Integer<1, false> { using type = u8; };
+using Id = Integer<ID_BYTES, ID_SIGNED>::type;
+
+// Of rows that a warp takes together, as they lie in memory: whoever converts or chooses a number waits for it.
+struct Numbers {
+  u16 value[ABREAST][ROUNDS];
+  Id id[ABREAST][ROUNDS];
+};
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     tables(const u16* dvector, const void* ids, const Place* places, float* partials, int rows, int stride, int ids_stride) {
@@ -40,29 +48,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
   wait_for_previous();
   let_next_start();
   const int step = gridDim.x * WARPS;
-  for (int first = blockIdx.x * WARPS + warp; first < rows; first += AHEAD * step) {
-    u16 value[AHEAD][ROUNDS];
-    int id[AHEAD][ROUNDS];
+  const Id* all = static_cast<const Id*>(ids);
+  const auto load = [&](Numbers& numbers, int first) {
 #pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ++ahead)
+    for (int n = 0; n < ABREAST; ++n)
 #pragma unroll
       for (int round = 0; round < ROUNDS; ++round) {
-        const i64 row = first + ahead * step;
-        const bool here = row < rows && place[round].source >= 0;
-        value[ahead][round] = here ? dvector[row * stride + place[round].source] : 0;
-        id[ahead][round] = here ? load_id(ids, row * ids_stride + place[round].category) : -1;
+        const int wanted = first + n * step;
+        const i64 row = wanted < rows ? wanted : rows - 1;
+        numbers.value[n][round] = dvector[row * stride + place[round].source];
+        numbers.id[n][round] = all[row * ids_stride + place[round].category];
       }
+  };
+  const auto add = [&](const Numbers& numbers, int first) {
 #pragma unroll
-    for (int ahead = 0; ahead < AHEAD; ++ahead)
+    for (int n = 0; n < ABREAST; ++n)
 #pragma unroll
       for (int round = 0; round < ROUNDS; ++round) {
-        const int row = id[ahead][round];
-        if (row >= 0 && row < place[round].rows) {
-          const u32 sum = mine + 4 * (place[round].start + row * place[round].width);
-          store_shared_4(sum, as_bits(from_bits(load_shared_4(sum)) + unpack_one(value[ahead][round])));
+        const Id row = numbers.id[n][round];
+        if (row >= 0 && row < place[round].rows && first + n * step < rows) {
+          const u32 sum = mine + 4 * (place[round].start + static_cast<int>(row) * place[round].width);
+          store_shared_4(sum, as_bits(from_bits(load_shared_4(sum)) + unpack_one(numbers.value[n][round])));
         }
         __syncwarp();
       }
+  };
+  int first = blockIdx.x * WARPS + warp;
+  Numbers here, ahead;
+  load(here, first);
+  for (; first < rows; first += 2 * ABREAST * step) {
+    load(ahead, first + ABREAST * step);
+    add(here, first);
+    load(here, first + 2 * ABREAST * step);
+    add(ahead, first + ABREAST * step);
   }
   __syncthreads();
   partials += static_cast<i64>(blockIdx.x) * LENGTH;

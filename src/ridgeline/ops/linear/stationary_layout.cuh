@@ -6,15 +6,20 @@
 using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
-constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a ring slot, and a tile of D, U or C
-constexpr int STAGES = LAPS * K_CHUNKS;                     // slots of the ring; a tile of A takes K_CHUNKS of them
+constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a chunk of A, and a tile of D, U or C
+// What comes and goes together. At K 512 two chunks of 64 values, so that a warp has two parts of the epilogue at a time,
+// whose arithmetic runs side by side: not with a factor (epilogue 3), where there is too little of it to gain by that, and
+// not below, where two chunks would have four parts, which do not fit the registers.
+constexpr int PER_UNIT = K_CHUNKS == 8 && EPILOGUE != 3 ? 2 : 1, UNITS = K_CHUNKS / PER_UNIT;
+constexpr int UNIT_BYTES = PER_UNIT * TILE_BYTES;
+constexpr int STAGES = LAPS * UNITS;                        // slots of the ring, each a unit; a tile of A takes UNITS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr bool BY_ROW = NORM || SCALED;  // the epilogue has a number for each row of A
 // dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two buffers of rows'
 // numbers
 constexpr int SLOPE_BYTES = CODED ? TILE_BYTES / 2 : TILE_BYTES, C_BYTES = SLOPE_BYTES;
 constexpr int STAGED_BYTES = TILE_BYTES + (BOTH ? SLOPE_BYTES : 0);
-constexpr int STAGING = STAGES * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
+constexpr int STAGING = STAGES * UNIT_BYTES, C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
 constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * C_BYTES : 0), ROW_NUMBERS = BARRIERS + 1024;
 constexpr int ROW_NUMBERS_BYTES = 4 * ROWS;
 static_assert(K_CHUNKS <= 8, "B does not fit the registers");
@@ -59,7 +64,7 @@ struct Ring {
   int first = 0;  // slot of the next tile
   u32 phase = 0;
   RL_D void advance() {
-    first += K_CHUNKS;
+    first += UNITS;
     if (first == STAGES) first = 0, phase ^= 1;
   }
 };

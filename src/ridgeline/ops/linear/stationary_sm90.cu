@@ -26,22 +26,29 @@
 // B of each warpgroup, then the segment's rows of A, all through one ring.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   Ring ring;
-  const auto slot = [&](int chunk) {  // free, and expecting a tile
-    const int index = ring.first + chunk;
+  const auto slot = [&](int unit) {  // free, and expecting a unit
+    const int index = ring.first + unit;
     barrier_wait(bar.empty(index), ring.phase ^ 1);
-    barrier_expect(bar.full(index), TILE_BYTES);
+    barrier_expect(bar.full(index), UNIT_BYTES);
     return index;
+  };
+  const auto copy = [&](int index, int part, const TensorMap* map, int x, int y) {
+    copy_2d(smem + index * UNIT_BYTES + part * TILE_BYTES, map, x, y, bar.full(index));
   };
   for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
     for (int group = 0; group < GROUPS; ++group, ring.advance())
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        const int index = slot(chunk), column = now.column(group), k = chunk * 64;
-        copy_2d(smem + index * TILE_BYTES, p.b, B_TRANSPOSED ? column : k, B_TRANSPOSED ? k : column, bar.full(index));
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const int index = slot(unit), column = now.column(group);
+        for (int part = 0; part < PER_UNIT; ++part) {
+          const int k = (unit * PER_UNIT + part) * 64;
+          copy(index, part, p.b, B_TRANSPOSED ? column : k, B_TRANSPOSED ? k : column);
+        }
       }
     for (int tile = 0; tile < now.count(); ++tile, ring.advance())
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        const int index = slot(chunk);
-        copy_2d(smem + index * TILE_BYTES, p.a, chunk * 64, now.row(tile), bar.full(index));
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const int index = slot(unit);
+        for (int part = 0; part < PER_UNIT; ++part)
+          copy(index, part, p.a, (unit * PER_UNIT + part) * 64, now.row(tile));
       }
   }
 }
@@ -168,19 +175,22 @@ struct Consumer {
 #pragma unroll
     for (int owner = 0; owner < GROUPS; ++owner) {
 #pragma unroll
-      for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-        barrier_wait(bar.full(ring.first + chunk), ring.phase);
-        const u32 tile = smem + (ring.first + chunk) * TILE_BYTES;
+      for (int unit = 0; unit < UNITS; ++unit) {
+        const int index = ring.first + unit;
+        barrier_wait(bar.full(index), ring.phase);
         if (owner == group)
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            u32(&fragment)[4] = weights[4 * chunk + k];
-            const int row = lane & 7;
+          for (int step = 0; step < 4 * PER_UNIT; ++step) {
+            u32(&fragment)[4] = weights[4 * PER_UNIT * unit + step];
+            const u32 tile = smem + index * UNIT_BYTES + step / 4 * TILE_BYTES;
+            const int row = lane & 7, k = step % 4;
             if (B_TRANSPOSED)
               load_matrices_transposed(fragment, tile + swizzle128(16 * k + 8 * high + row, 2 * warp + low));
             else load_matrices(fragment, tile + swizzle128(16 * warp + 8 * low + row, 2 * k + high));
           }
-        release(ring.first + chunk);
+        if (owner == group) fence_async();  // an arrival may overtake the reads: all is read before the engine writes there
+        sync_warp();
+        release(index);
       }
       ring.advance();
     }
@@ -216,11 +226,6 @@ struct Consumer {
     }
     if (BY_ROW && j < 7) load_scales(j + 1);
     const float(&by_row)[2] = scales[j & 1];
-    if (j == 6 && (READS_C || BY_ROW)) {  // all of both has been read
-      if (CODED || BY_ROW) sync_warp();
-      if (READS_C && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
-      if (BY_ROW && lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
-    }
     u32 out[2], slope[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -253,6 +258,11 @@ struct Consumer {
       c[j & 3] = encode_slopes(slope[0], slope[1]);
       if (j % 4 == 3) store_shared_16(code_place(staging(smem, group, sent & 1, 1), j / 4), c[0], c[1], c[2], c[3]);
     }
+    if (j == 7 && (READS_C || BY_ROW)) {  // what was read of both has been used, too: an arrival may overtake reads
+      sync_warp();
+      if (READS_C && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+      if (BY_ROW && lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
+    }
   }
   RL_D void send() {  // the tile is whole
     fence_async();
@@ -265,27 +275,28 @@ struct Consumer {
   template <bool OLD>
   RL_D void tile(float (&acc)[32], float (&old)[32], int column, int row) {
     const int first = ring.first;
-    const u32 start = static_cast<u32>(operand_k_major(smem)) + first * (TILE_BYTES / 16);
+    const u32 start = static_cast<u32>(operand_k_major(smem)) + first * (UNIT_BYTES / 16);
 #pragma unroll
-    for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-      barrier_wait(bar.full(first) + 8 * chunk, ring.phase);
+    for (int unit = 0; unit < UNITS; ++unit) {
+      barrier_wait(bar.full(first) + 8 * unit, ring.phase);
       wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
-        wgmma_registers<ROWS, 0>(acc, weights[4 * chunk + k], operand(start + chunk * (TILE_BYTES / 16) + 2 * k),
-                                 chunk + k > 0);
+      for (int step = 0; step < 4 * PER_UNIT; ++step) {
+        const u32 low = start + unit * (UNIT_BYTES / 16) + step / 4 * (TILE_BYTES / 16) + 2 * (step % 4);
+        wgmma_registers<ROWS, 0>(acc, weights[4 * PER_UNIT * unit + step], operand(low), unit + step > 0);
+      }
       wgmma_commit();
-      if (OLD && chunk == 0) {  // what the epilogue reads
+      if (OLD && unit == 0) {  // what the epilogue reads
         wgmma_wait<1>();
         wgmma_touch(old);
         release(slot_before());
       }
       if (OLD)
 #pragma unroll
-        for (int j = 8 * chunk / K_CHUNKS; j < 8 * (chunk + 1) / K_CHUNKS; ++j) part(old, j, column, row);
-      if (chunk > 0) {
+        for (int j = 8 * unit / UNITS; j < 8 * (unit + 1) / UNITS; ++j) part(old, j, column, row);
+      if (unit > 0) {
         wgmma_wait<1>();
-        release(first + chunk - 1);
+        release(first + unit - 1);
       }
     }
     ring.advance();

@@ -2,16 +2,17 @@
 
 For few rows (a width-256 model at 8,192 tokens) cuBLAS spends a launch and a reduction on each weight gradient; here
 all of a model's fill the card at once, and bias gradients come with them: 26 against 75 µs a block on an H200. At
-131,072 rows it is 2 % of a width-256 block (2,007 against 2,042 µs; with tiles side by side 3 % more), and at width 512
-cuBLAS is ahead (1,490, 1,600).
+131,072 rows it is 2 % of a width-256 block (2,007 against 2,042 µs; with tiles side by side 3 % more, divided with what
+deliveries and biases take another 1.5 %), and at width 512 cuBLAS is ahead (1,490, 1,600).
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +30,8 @@ CHUNK = 64
 TILE_M = 128
 THREADS = 384
 CONSUMERS = 8  # warps of a block that write results
+DELIVERY = 8  # chunks that are done while a tile is brought to its place, 9,000 cycles
+BIASED = 1.125  # what a chunk takes with a bias gradient, where it takes 1 without
 SHORTEST = 4  # chunks: a share of fewer costs more than it takes off others
 ADD_WEIGHT, ADD_BIAS, HALF_WEIGHT, HALF_BIAS, PAIRS = 1, 2, 4, 8, 16  # as in the kernel
 _PROBLEM = struct.Struct("<QQiiii")
@@ -96,51 +99,70 @@ def stages(tile_n: int) -> int:
     return min(8, (SMEM_LIMIT - 2048) // slot)
 
 
-def _pieces(places: int, chunks: int, workers: int) -> list[Piece]:
-    """Divides `places` tiles of `chunks` evenly among workers; a tile's pieces come one after the other.
+def _pieces(costs: Sequence[float], chunks: int, workers: int, delivery: int) -> list[Piece]:
+    """Divides tiles of `chunks` that take `costs` each evenly among workers; a tile's pieces come one after the other.
 
-    As many workers as there are tiles go through the same rows side by side, each with a tile, so that what tiles share
-    comes from memory once. As many such fronts as there are workers for share the rows; workers that are left over
-    share the last rows of all tiles.
+    As many workers as there are tiles go through about the same rows side by side, each with a tile, so that what tiles
+    share comes from memory once. As many such fronts as there are workers for share the rows; workers left over share
+    the last rows of all tiles, less than others have of one: they deliver more pieces.
     """
+    places = len(costs)
     if places == 0:
         return []
-    fronts, length = workers // places, places * chunks / workers
-    if length < SHORTEST:
-        fronts = max(1, chunks // SHORTEST)
-        length = chunks / fronts
-    bounds = [round(front * length) for front in range(fronts + 1)]
+    fronts, time = workers // places, sum(costs) * chunks / workers
+    if workers == fronts * places or time / max(costs) < SHORTEST:
+        fronts = min(fronts, max(1, chunks // SHORTEST))
+        return sorted(_fronts([1.0] * places, chunks, workers, fronts, chunks / fronts), key=lambda piece: piece[1:])
+    divisions = [_fronts(costs, chunks, workers, fronts, time + more) for more in range(2 * delivery + 1)]
+
+    def slowest(pieces: Iterable[Piece]) -> float:
+        times = [0.0] * workers
+        for worker, tile, _, count in pieces:
+            times[worker] += count * costs[tile] + delivery
+        return max(times)
+
+    return sorted(min(divisions, key=slowest), key=lambda piece: piece[1:])
+
+
+def _fronts(costs: Sequence[float], chunks: int, workers: int, fronts: int, time: float) -> list[Piece]:
+    """Fronts that take `time` each, as far as there are so many chunks, and the rest."""
+    places = len(costs)
+    bounds = [[min(chunks, round(front * time / cost)) for front in range(fronts + 1)] for cost in costs]
     pieces = [
-        (front * places + tile, tile, first, end - first)
-        for front, (first, end) in enumerate(itertools.pairwise(bounds))
+        (front * places + tile, tile, bounds[tile][front], bounds[tile][front + 1] - bounds[tile][front])
+        for front in range(fronts)
         for tile in range(places)
     ]
-    done, busy = bounds[-1], fronts * places
-    rest = _in_a_row(places, chunks - done, workers - busy) if done < chunks else []
-    pieces += [(busy + worker, tile, done + first, count) for worker, tile, first, count in rest]
-    return sorted(pieces, key=lambda piece: piece[1:])
+    busy, done = fronts * places, [ends[-1] for ends in bounds]
+    rest = _in_a_row([chunks - first for first in done], costs, workers - busy) if min(done) < chunks else []
+    pieces += [(busy + worker, tile, done[tile] + first, count) for worker, tile, first, count in rest]
+    return [piece for piece in pieces if piece[3] > 0]
 
 
-def _in_a_row(places: int, chunks: int, workers: int) -> list[Piece]:
-    """Divides tiles of `chunks` evenly, one tile after the other."""
-    total, bounds = places * chunks, []
-    for worker in range(workers + 1):
-        bound = worker * total // workers
-        past = bound % chunks
-        if past < SHORTEST or chunks - past < SHORTEST:
-            bound = (bound + chunks // 2) // chunks * chunks
-        bounds.append(bound)
-    pieces = []
-    for worker, (start, end) in enumerate(itertools.pairwise(bounds)):
-        while start < end:
-            tile, first = divmod(start, chunks)
-            count = min(end - start, chunks - first)
-            pieces.append((worker, tile, first, count))
-            start += count
-    return pieces
+def _in_a_row(counts: Sequence[int], costs: Sequence[float], workers: int) -> list[Piece]:
+    """Divides tiles of so many chunks evenly, one tile after the other."""
+    ends = list(itertools.accumulate(count * cost for count, cost in zip(counts, costs, strict=True)))
+    bounds = [(0, 0)]
+    for worker in range(1, workers):
+        at = worker * ends[-1] / workers
+        tile = bisect.bisect_left(ends, at)
+        past = counts[tile] - round((ends[tile] - at) / costs[tile])
+        if past < SHORTEST or counts[tile] - past < SHORTEST:
+            tile, past = tile + (2 * past >= counts[tile]), 0
+        bounds.append((tile, past))
+    bounds.append((len(counts), 0))
+    return [
+        (worker, tile, first, last - first)
+        for worker, ((start, begin), (end, until)) in enumerate(itertools.pairwise(bounds))
+        for tile in range(start, min(end + 1, len(counts)))
+        for first, last in [(begin if tile == start else 0, until if tile == end else counts[tile])]
+        if last > first
+    ]
 
 
-def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) -> Plan:
+def share_out(
+    shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int, delivery: int = 0, biased: float = 1.0
+) -> Plan:
     """Divide tiles and chunks of rows among blocks: as many whole tiles for each as there are, the rest evenly.
 
     Tiles go through the same rows at the same time as far as that can be (`_pieces`). Blocks work in pairs where that
@@ -151,6 +173,8 @@ def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) ->
         chunks: 64-row chunks.
         tile_n: columns of a tile.
         blocks: the card's multiprocessors.
+        delivery: what it takes to bring a tile to its place, in chunks.
+        biased: what a chunk takes with a bias gradient, in those without.
     """
     alone, pairs = (
         [
@@ -176,7 +200,8 @@ def share_out(shapes: Sequence[Shape], chunks: int, tile_n: int, blocks: int) ->
             share = Share(layer, row + tile * TILE_M, column, first, count, part, bias)
             work[together * worker + tile].append(share)
 
-    pieces = _pieces(len(places) - whole, chunks, workers)
+    costs = [biased if shapes[layer][2] and column == 0 else 1.0 for layer, _, column in places[whole:]]
+    pieces = _pieces(costs, chunks, workers, delivery)
     for piece, (worker, tile, first, count) in enumerate(pieces):
         alone_here = count == chunks
         give(worker, places[whole + tile], first, count, -1 if alone_here else piece)
@@ -200,9 +225,12 @@ class Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=128)
-def launch_plan(shapes: tuple[Shape, ...], chunks: int, tile_n: int, blocks: int, device: torch.device) -> Launch:
+def launch_plan(
+    shapes: tuple[Shape, ...], chunks: int, tile_n: int, blocks: int, device: torch.device, delivery: int = 0,
+    biased: float = 1.0,
+) -> Launch:  # fmt: skip
     """How to divide these layers among so many blocks, with the tables on the card; each once."""
-    plan = share_out(shapes, chunks, tile_n, blocks)
+    plan = share_out(shapes, chunks, tile_n, blocks, delivery, biased)
     starts, shares = tables(plan)
     return Launch(plan, starts.to(device), shares.to(device))
 
@@ -282,7 +310,7 @@ def weight_gradients_raw(gradients: Sequence[Gradient], *, also: Sequence[Job] =
     device, dtype = gradients[0].dy_NM.device, gradients[0].dy_NM.dtype
     shapes = tuple((g.dy_NM.shape[1], g.x_NK.shape[1], g.dbias_M is not None) for g in gradients)
     tile_n = tile_width([K for _, K, _ in shapes])
-    plan, starts, shares = launch_plan(shapes, -(-N // CHUNK), tile_n, processors(device), device)
+    plan, starts, shares = launch_plan(shapes, -(-N // CHUNK), tile_n, processors(device), device, DELIVERY, BIASED)
     tiles = torch.empty(plan.parts, TILE_M, tile_n, dtype=torch.float32, device=device)
     sums = torch.empty(plan.parts, TILE_M, dtype=torch.float32, device=device)
     maps = [cuda.tensor_map(t, (CHUNK, 64)) for t in (*(g.dy_NM for g in gradients), *(g.x_NK for g in gradients))]

@@ -48,6 +48,10 @@ struct Share {               // some of a block's work
   int first, count;          // chunks of 64 rows of the operands
   int part;                  // which partial sum this is, or -1: all there is
   int bias;                  // the bias's gradient is wanted too
+  // In registers, the same for a whole warp as the compiler has to know: what copies are started with is made of it.
+  RL_D Share uniform() const {
+    return {warp_uniform(problem), warp_uniform(row), warp_uniform(column), warp_uniform(first), warp_uniform(count), part, bias};
+  }
 };
 
 struct Ring {
@@ -65,12 +69,15 @@ struct Ring {
   }
 };
 
+// A warp's work, one of whose lanes starts copies.
 RL_D void produce(const Problems& p, const Share& share, Ring& ring) {
   const TensorMap *a = &p.dy[share.problem], *b = &p.x[share.problem];
   const int half = PAIRED ? static_cast<int>(cluster_rank()) * B_COPIES : 0;
-  for (int chunk = share.first; chunk < share.first + share.count; ++chunk) {
+#pragma unroll 1
+  for (int chunk = share.first; chunk < share.first + share.count; ++chunk, ring.advance()) {
     const u32 target = ring.address(), barrier = ring.full + 8 * ring.slot;
     barrier_wait(ring.empty + 8 * ring.slot, ring.phase ^ 1);
+    if (!elected()) continue;
     barrier_expect(barrier, SLOT_BYTES);
 #pragma unroll
     for (int i = 0; i < 2; ++i) copy_2d(target + i * SUBTILE, a, share.row + 64 * i, chunk * CHUNK, barrier);
@@ -81,7 +88,6 @@ RL_D void produce(const Problems& p, const Share& share, Ring& ring) {
       if (PAIRED) copy_2d_both(place, b, column, chunk * CHUNK, barrier);
       else copy_2d(place, b, column, chunk * CHUNK, barrier);
     }
-    ring.advance();
   }
 }
 
@@ -193,8 +199,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   Ring ring{smem, full, empty, PAIRED ? remote_address(empty, cluster_rank() ^ 1) : 0, 0, 0};
   if (group < 0) {
     registers_down<40>();
-    if (threadIdx.x == 0)
-      for (int i = first; i < last; ++i) produce(problems, shares[i], ring);
+    for (int i = first; i < last && warp == 0; ++i) produce(problems, shares[i].uniform(), ring);
   } else {
     registers_up<232>();
     float left = 0.f;

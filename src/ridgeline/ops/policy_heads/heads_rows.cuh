@@ -5,16 +5,11 @@
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;
 RL_D float infinite() { return from_bits(0x7f800000u); }
 
-// d0 and d1 times d GELU / du at u0 and u1.
-RL_D void multiply_slopes(float& d0, float& d1, float u0, float u1) {
-  if (RL_FP16) {
-    d0 *= gelu_derivative<false>(u0), d1 *= gelu_derivative<false>(u1);
-    return;
-  }
-  u32 gate;
-  const u32 slopes = gelu_derivative_pair<false>(half_pair(u0, u1), gate);
-  d0 *= half_low(slopes), d1 *= half_high(slopes);
-}
+// What a tile's forward part sums over its columns, by products with W2: the logits, and what the sums over columns of
+// du s and du v are the products of dl with, row by row: for du = (dl W2) slope, Σ du v = Σ dl (W2 (slope v)).
+struct Totals {
+  float logits[V_COLUMNS / 2] = {}, s[V_COLUMNS / 2] = {}, v[V_COLUMNS / 2] = {};
+};
 
 // A thread has columns 8 j + 2 (lane % 4) + e of every 32.
 struct Consumer : Rows {
@@ -91,14 +86,22 @@ struct Consumer : Rows {
   RL_D u32 earlier_piece(int piece) const { return smem + EARLIER + piece / 2 * B_BYTES + piece % 2 * 64; }
   RL_D u32 down_piece(int piece) const { return smem + DOWN + piece / 2 * DOWN_BYTES + piece % 2 * 64; }
 
-  // Logits of the tile, a in shared memory, v in p's place; what the tile at row `next` needs comes in beside them.
-  RL_D void forward(float (&logits)[V_COLUMNS / 2], u32 phase, int next) {
+  RL_D void add_product(float (&sum)[V_COLUMNS / 2], const u32 (&pairs)[4][2], int piece) const {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const u32 operand[4] = {pairs[2 * k][0], pairs[2 * k][1], pairs[2 * k + 1][0], pairs[2 * k + 1][1]};
+      wgmma_registers<V_COLUMNS, 0>(sum, operand, operand_k_major(down_piece(piece) + 32 * k), 1);
+    }
+  }
+  // The tile's totals, a in shared memory, gelu' in half precision in p's place; what the tile at row `next` needs comes in
+  // beside them.
+  RL_D void forward(Totals& totals, u32 phase, int next) {
     uint4 eights[2][SHARE];
     if (E == 0) ask_state(eights, 0, next);
 #pragma unroll 1
     for (int piece = 0; piece < PIECES; ++piece) {
       float x[16];
-      u32 v[4][2], a[4][2];
+      u32 slope[4][2], a[4][2], s_slope[4][2], v_slope[4][2];
       begin(x, piece, phase);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
@@ -107,30 +110,32 @@ struct Consumer : Rows {
         for (int h = 0; h < 2; ++h) {
           const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
           const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
-          v[j][h] = pack_pair(v0, v1);
           float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
-          activate<false, false>(u0, u1);
-          a[j][h] = pack_pair(u0, u1);
+          const u32 here = activate<false, true>(u0, u1);
+          slope[j][h] = here, a[j][h] = pack_pair(u0, u1);
+          v_slope[j][h] = pack_pair(v0 * half_low(here), v1 * half_high(here));
+          s_slope[j][h] = pack_pair(from_bits(sc.x) * half_low(here), from_bits(sc.z) * half_high(here));
         }
       }
+      store_pairs(slope, p_tile(smem, group, piece / 2), piece);
       wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
-        wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(down_piece(piece) + 32 * k), 1);
-      }
+      add_product(totals.logits, a, piece);
+      add_product(totals.v, v_slope, piece);
+      add_product(totals.s, s_slope, piece);
       wgmma_commit();
-      store_pairs(v, p_tile(smem, group, piece / 2), piece);
       store_pairs(a, a_tile(smem, group, piece / 2), piece);
       if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);
       wgmma_wait<0>();
-      wgmma_touch(logits);
+      wgmma_touch(totals.logits);
+      wgmma_touch(totals.v);
+      wgmma_touch(totals.s);
     }
   }
 
-  // Loss, and the logits' gradients as an operand and in the narrow tile.
-  RL_D void lose(float (&logits)[V_COLUMNS / 2], u32 (&said)[V_COLUMNS / 8][2]) {
+  // Loss, the logits' gradients as an operand and in the narrow tile, and the rows' α and β.
+  RL_D void lose(Totals& totals, u32 (&said)[V_COLUMNS / 8][2], float (&shift)[2], float (&slope)[2]) {
     const u32 tile = narrow_tile(smem, group);
+    auto& logits = totals.logits;
 #pragma unroll
     for (int i = 0; i < V_DEPTH / 16; ++i)
 #pragma unroll
@@ -166,13 +171,18 @@ struct Consumer : Rows {
       total = quad_sum(total);
       if (target < 0 || target >= V) chosen = from_bits(0x7fffffffu);
       if (valid) losses += highest + LN_2 * log2_fast(total) - chosen, counts += 1.f;
-      const float share = valid ? reciprocal_fast(total) : 0.f;
+      const float part = valid ? reciprocal_fast(total) : 0.f;
+      float c1 = 0.f, c2 = 0.f;
 #pragma unroll
       for (int i = 0; i < V_COLUMNS / 4; ++i) {
         float& e = logits[4 * (i / 2) + 2 * h + i % 2];
-        e = e * share - (valid && 8 * (i / 2) + 2 * quad + i % 2 == target ? 1.f : 0.f);
+        e = e * part - (valid && 8 * (i / 2) + 2 * quad + i % 2 == target ? 1.f : 0.f);
         classes[i] += e;
+        c1 = fused_multiply_add(e, totals.s[4 * (i / 2) + 2 * h + i % 2], c1);
+        c2 = fused_multiply_add(e, totals.v[4 * (i / 2) + 2 * h + i % 2], c2);
       }
+      const float share = -scale[h] * (1.f / (WIDTH + E));
+      slope[h] = share * scale[h] * quad_sum(c2), shift[h] = share * quad_sum(c1) - mean[h] * slope[h];
 #pragma unroll
       for (int j = 0; j < V_COLUMNS / 8; ++j) {
         const float low = logits[4 * j + 2 * h], high = logits[4 * j + 2 * h + 1];
@@ -181,11 +191,13 @@ struct Consumer : Rows {
       }
     }
   }
-  // Logits for the heads to come. Behind a fence, which would wait for these stores.
-  RL_D void say(const u32 (&said)[V_COLUMNS / 8][2], int first) const {
+  // α and β, and logits for the heads to come. Behind a fence, which would wait for these stores.
+  RL_D void say(const u32 (&said)[V_COLUMNS / 8][2], const float (&shift)[2], const float (&slope)[2], int first) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
+      if (quad == 0 && row < p.rows) p.slopes[row] = shift[h], p.slopes[p.rows + row] = slope[h];
+      if (!HEARD) continue;
       u16* out = p.heard + static_cast<i64>(row) * p.heard_stride + E + 2 * quad;
 #pragma unroll
       for (int i = 0; i < V_COLUMNS / 4; ++i)
@@ -194,45 +206,34 @@ struct Consumer : Rows {
     }
   }
 
-  // q in v's place, and the rows' c1 and c2.
-  RL_D void backward(float (&c1)[2], float (&c2)[2]) {
+  // q in gelu's derivative's place.
+  RL_D void backward() const {
 #pragma unroll 1
-    for (int piece = 0; piece < PIECES; ++piece) {
-      const u32 tile = p_tile(smem, group, piece / 2);
-      float x[16];
-      u32 v[4][2], q[4][2];
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      const u32 tile = p_tile(smem, group, chunk);
+      float x[32];
+      u32 slope[2][4][2], q[4][2];
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < V_DEPTH / 16; ++k)
-        wgmma_registers<32, 1>(x, dl[k], operand_mn_major(down_piece(piece) + 2048 * k, 0), k > 0);
+        wgmma_registers<64, 1>(x, dl[k], operand_mn_major(down_piece(2 * chunk) + 2048 * k, 0), k > 0);
       wgmma_commit();
-      load_pairs(v, tile, piece);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_pairs(slope[half], tile, half);
       wgmma_wait<0>();
       wgmma_touch(x);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint4 sc = vectors(piece, j);
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
-          float q0 = x[4 * j + 2 * h], q1 = x[4 * j + 2 * h + 1];
-          multiply_slopes(q0, q1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
-          c1[h] = fused_multiply_add(q0, from_bits(sc.x), fused_multiply_add(q1, from_bits(sc.z), c1[h]));
-          c2[h] = fused_multiply_add(q0, v0, fused_multiply_add(q1, v1, c2[h]));
-          q[j][h] = pack_pair(q0, q1);
-        }
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int i = 16 * half + 4 * j + 2 * h;
+            q[j][h] = pack_pair(x[i] * half_low(slope[half][j][h]), x[i + 1] * half_high(slope[half][j][h]));
+          }
+        store_pairs(q, tile, half);
       }
-      store_pairs(q, tile, piece);
-      if (piece % 2 == 1 || piece + 1 == PIECES) publish(bar.q_ready(group, piece / 2));
-    }
-  }
-  RL_D void write_slopes(const float (&c1)[2], const float (&c2)[2], int first) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = row_of(first, h);
-      const float slope_h = -scale[h] * (1.f / (WIDTH + E)) * quad_sum(c2[h]);
-      const float shift = -(1.f / (WIDTH + E)) * quad_sum(c1[h]) - mean[h] * slope_h;
-      if (quad == 0 && row < p.rows) p.slopes[row] = shift, p.slopes[p.rows + row] = slope_h;
+      publish(bar.q_ready(group, chunk));
     }
   }
   RL_D void publish(u32 barrier) const {
@@ -254,20 +255,20 @@ struct Consumer : Rows {
     for (; tiles.valid(p); tiles.advance()) {
       const u32 phase = tiles.round & 1;
       const int next = tiles.next();
-      float logits[V_COLUMNS / 2] = {}, deviation[2];
+      Totals totals;
+      float deviation[2], shift[2], slope[2];
       measure(tiles.row(), deviation);
       barrier_wait(bar.narrow_free(group), phase ^ 1);
       write_side(deviation);
-      ask(next);
+      if (E == 0) ask(next);
       barrier_wait(bar.a_free(group), phase ^ 1);
-      forward(logits, phase, next);
+      forward(totals, phase, next);
+      if (E > 0) ask(next);
       u32 said[V_COLUMNS / 8][2];
-      lose(logits, said);
+      lose(totals, said, shift, slope);
       publish(bar.narrow_ready(group));
-      if (HEARD) say(said, tiles.row());
-      float c1[2] = {}, c2[2] = {};
-      backward(c1, c2);
-      write_slopes(c1, c2, tiles.row());
+      say(said, shift, slope, tiles.row());
+      backward();
     }
     write_sums();
   }

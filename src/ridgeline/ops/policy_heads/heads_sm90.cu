@@ -3,8 +3,8 @@
 //
 //   p → v = r (p + B l − μ s), u = v + c, a = gelu(u), logits = a W2ᵀ + b2, loss, dl → q = r (dl W2) gelu'(u) in p's place
 //
-// A consumer warpgroup takes 64 rows, 32 inner columns at a time; v waits in shared memory from the logits to the gradients,
-// where gelu' comes from it. A fourth warpgroup sums what the weights' gradients need of a head alone, aᵀ dl and
+// A consumer warpgroup takes 64 rows, 32 inner columns at a time; gelu' waits in shared memory from the logits to the
+// gradients, and what the rows' α and β need of it comes by products with W2 beside the logits. A fourth warpgroup sums what the weights' gradients need of a head alone, aᵀ dl and
 // qᵀ [l | μ | 1 / r], over the block's rows, so that a and dl never leave the chip. The first warps of the first warpgroup
 // start the copies.
 //
@@ -16,41 +16,56 @@
 //   TARGET_BYTES, TARGET_SIGNED: the targets' integers. CLASS_AT, LOSS_AT: columns of the sums over rows.
 #include "heads_rows.cuh"
 
-// Lane 0 of a warp moves a consumer's tiles of q out and of p in.
-RL_D void carry(const Problem& p, u32 smem, Barriers bar, int group) {
-  int previous = 0;
-  const auto send = [&](int chunk, u32 phase) {
-    barrier_wait(bar.q_ready(group, chunk), phase);
-    store_2d(p.p, p_tile(smem, group, chunk), chunk * 64, previous);
-    store_commit();
-  };
-  Tiles tiles(group);
-  for (; tiles.valid(p); previous = tiles.row(), tiles.advance()) {
-    const u32 phase = (tiles.round & 1) ^ 1;  // of the tile before
-    for (int chunk = 0; chunk <= CHUNKS; ++chunk) {
-      if (tiles.round > 0 && chunk < CHUNKS) send(chunk, phase);
-      if (chunk == 0) continue;
-      const int free = chunk - 1;
-      if (tiles.round > 0) {
-        if (chunk < CHUNKS) store_wait_read<1>();
-        else store_wait_read<0>();
-        barrier_wait(bar.q_done(group, free), phase);
-      }
-      barrier_expect(bar.p_full(group, free), TILE_BYTES);
-      copy_2d(p_tile(smem, group, free), p.p, free * 64, tiles.row(), bar.p_full(group, free));
-    }
-  }
-  if (tiles.round > 0)
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) send(chunk, (tiles.round & 1) ^ 1);
-  store_wait_read<0>();
+RL_D void load_p(const Problem& p, u32 smem, Barriers bar, int group, int chunk, int row) {
+  barrier_expect(bar.p_full(group, chunk), TILE_BYTES);
+  copy_2d(p_tile(smem, group, chunk), p.p, chunk * 64, row, bar.p_full(group, chunk));
 }
-
-RL_D void load_weights(const Problem& p, u32 smem, Barriers bar) {
+// What the first tiles need, asked for before the block meets.
+RL_D void load_first(const Problem& p, u32 smem, Barriers bar) {
   barrier_expect(bar.weights(), CHUNKS * (DOWN_BYTES + B_BYTES));
+#pragma unroll 1
   for (int chunk = 0; chunk < CHUNKS; ++chunk) {
     copy_2d(smem + DOWN + chunk * DOWN_BYTES, p.down, chunk * 64, 0, bar.weights());
     if (E > 0) copy_2d(smem + EARLIER + chunk * B_BYTES, p.earlier, chunk * 64, 0, bar.weights());
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group)
+      if (const Tiles tiles(group); tiles.valid(p)) load_p(p, smem, bar, group, chunk, tiles.row());
   }
+}
+
+// Lane 0 of a warp moves a consumer's tiles of q out and of p in.
+RL_D void carry(const Problem& p, u32 smem, Barriers bar, int group) {
+  const auto send = [&](int chunk, u32 phase, int row) {
+    barrier_wait(bar.q_ready(group, chunk), phase);
+    store_2d(p.p, p_tile(smem, group, chunk), chunk * 64, row);
+    store_commit();
+  };
+  Tiles tiles(group);
+#pragma unroll 1
+  while (tiles.valid(p)) {
+    const u32 phase = tiles.round & 1;
+    const int row = tiles.row();
+    tiles.advance();
+#pragma unroll 1
+    for (int chunk = 0; chunk <= CHUNKS; ++chunk) {  // p comes a chunk behind q: the store has read its place by then
+      if (chunk < CHUNKS) send(chunk, phase, row);
+      if (chunk == 0 || !tiles.valid(p)) continue;
+      if (chunk < CHUNKS) store_wait_read<1>();
+      else store_wait_read<0>();
+      barrier_wait(bar.q_done(group, chunk - 1), phase);
+      load_p(p, smem, bar, group, chunk - 1, tiles.row());
+    }
+  }
+  store_wait_read<0>();
+}
+
+// Of 512 for four warpgroups: what the sums need, and the rest for the rows.
+constexpr int SUM_REGISTERS = round_up(CHUNKS * (V_COLUMNS + SIDE_COLUMNS) / 2 + 28, 8), COPY_REGISTERS = 24;
+constexpr int ROW_REGISTERS = (512 - COPY_REGISTERS - SUM_REGISTERS) / 16 * 8;
+template <int COUNT>
+RL_D void set_registers() {
+  if constexpr (COUNT < 128) registers_down<COUNT>();
+  else registers_up<COUNT>();
 }
 
 // aᵀ dl and qᵀ side over the block's tiles.
@@ -139,6 +154,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   }
   wait_for_previous();
   let_next_start();
+  if (threadIdx.x == 0) load_first(p, smem, bar);
   for (int column = threadIdx.x; column < CHUNKS * 64; column += 512)
     store_shared_8(smem + VECTORS + 8 * column, column < INNER ? as_bits(s[column]) : 0,
                    column < INNER ? as_bits(c[column]) : 0);
@@ -146,14 +162,13 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     store_shared_4(smem + BIAS + 4 * threadIdx.x, as_bits(threadIdx.x < V ? unpack_one(down_bias[threadIdx.x]) : -infinite()));
   __syncthreads();
   if (role == 0) {
-    registers_down<24>();
-    if (threadIdx.x == 0) load_weights(p, smem, bar);
+    set_registers<COPY_REGISTERS>();
     if (lane == 0 && warp < GROUPS) carry(p, smem, bar, warp);
   } else if (role <= GROUPS) {
-    registers_up<160>();
+    set_registers<ROW_REGISTERS>();
     Consumer(p, smem, bar, role - 1, warp, lane).consume();
   } else {
-    registers_up<168>();
+    set_registers<SUM_REGISTERS>();
     sum_gradients(p, smem, bar, warp, lane);
   }
 }

@@ -149,7 +149,7 @@ RL_D void keep_words(u32 (&word)[2][2], u32 counter, DropoutKeys keys, u32 bias)
 // The keep decisions of a lane's 32 elements of a square, and the bit of element 4 n + 2 h + e among them.
 RL_D u32 keep_square(u32 counter, DropoutKeys keys, u32 bias) {
   u32 all = 0;
-#pragma unroll
+#pragma unroll 1
   for (int b = 3; b >= 0; --b) {
     u32 word[2][2];
     keep_words(word, counter + 64 * b, keys, bias);

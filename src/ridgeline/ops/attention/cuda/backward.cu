@@ -4,9 +4,9 @@
 //   scores    S = Q·Kᵀ + R and dP = dO·Vᵀ of one square of 64 × 64 after the other; P and dS = P ∘ (dP - delta) to shared
 //             memory
 //   relative  R, the skew of Q·Eᵀ, to shared memory for `scores`; the way back from dS to G, the gradient of Q·Eᵀ
-//   keys      dV += Pᵀ·dO, dK += dSᵀ·Q; delta and the log-sum-exp of a query block's rows, a block ahead of `scores`
-//   queries   dQ += dS·K + G·E, dE += Gᵀ·Q, dE in shared memory over all heads of the block; draws dropout again, two
-//             squares ahead of `scores`, and starts the copies of tiles
+//   keys      dV += Pᵀ·dO, dK += dSᵀ·Q; delta and the log-sum-exp of a query block's rows, a block ahead of `scores`; draws
+//             dropout again, two squares ahead of it (without `relative` that is done by `queries`)
+//   queries   dQ += dS·K + G·E, dE += Gᵀ·Q, dE in shared memory over all heads of the block; starts the copies of tiles
 //
 // All sums are in a fixed order: results repeat bit for bit.
 #include "gradients.cuh"
@@ -59,10 +59,10 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
       registers_down<112>();
       run_scores(a, p);
     } else if (group == 1) {
-      registers_up<176>();
+      registers_up<184>();
       run_keys(a, p);
     } else if (group == 2) {
-      registers_down<104>();
+      registers_down<96>();
       run_queries(a, p);
     } else {
       registers_down<120>();

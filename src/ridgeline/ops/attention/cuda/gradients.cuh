@@ -4,6 +4,30 @@
 
 namespace rl {
 
+// ---- keep decisions of dropout, drawn for `scores` square after square, two squares ahead of it
+constexpr bool DRAWN_BY_KEYS = RELATIVE;  // `queries` has most to do there, and `keys` waits; otherwise the reverse
+struct Keeper {
+  DropoutKeys keys{};
+  // Square n of `unit`, the `count`th of all: its decisions take the place of those of the square before the last.
+  RL_D void draw(const Arguments& a, const Place& p, int unit, int n, u32 count) {
+    if (!DROPOUT) return;
+    if (n == 0) keys = dropout_stream(dropout_site(a.seed_step[0], a.seed_step[1], a.site), a.stream + unit);
+    const Square q = square_at(n);
+    const u32 counter = afresh(dropout_base(q.i, q.j, p.warp, p.lane, ceil_div(a.T, 16)));
+    store_shared_4(p.smem + keep_at(count, p), keep_square(counter, keys, dropout_bias(a.threshold)));
+    arrive_for_warp(p.barrier(KEEP_FULL + 4 * (count & 1) + p.warp), p.lane);
+  }
+  RL_D void start(const Arguments& a, const Place& p) {
+    draw(a, p, a.first_unit(), 0, 0);
+    draw(a, p, SQUARES > 1 ? a.first_unit() : a.next_unit(a.first_unit()), 1 % SQUARES, 1);
+  }
+  // Once square n of `unit` is there, the `count`th, `scores` has read its decisions: those of the next square but one.
+  RL_D void draw_after(const Arguments& a, const Place& p, int unit, int n, u32 count) {
+    const int next = n + 2 < SQUARES ? unit : a.next_unit(SQUARES > 1 ? unit : a.next_unit(unit));
+    draw(a, p, next, n + 2 < SQUARES ? n + 2 : (n + 2) % SQUARES, count + 2);
+  }
+};
+
 // ---- keys
 // Rows of a visit: the log-sum-exp comes from memory, delta = rowsum(dO ∘ O) is computed here, a visit ahead of `scores`.
 // Where the last query block has a second visit, its rows still lie in the stage whose turn it is.
@@ -80,6 +104,8 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
   u32 done = 0;
   int unit = a.first_unit();
   if (unit >= a.heads_in_all) return;
+  Keeper keeper;
+  if (DRAWN_BY_KEYS) keeper.start(a, p);
   Visits visits;
   visits.start(a, p, unit, square_at(0).i);
   visits.prepare(a, p, unit, 0, 0);
@@ -96,8 +122,6 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
         const int for_unit = same_head ? unit : a.next_unit(unit);
         if (for_unit < a.heads_in_all) visits.prepare(a, p, for_unit, next_visit(n) & 15, (same_head ? done : ~done) & 1);
       };
-      // The next visit's tiles do not wait for this one's, except where there is but one block.
-      if (q.first && BLOCKS > 1) prepare_next();
       barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands(), queries = operands + queries_operand(q.i);
       const u32 squares = operands + stage.index * units(SQUARE);
@@ -105,12 +129,15 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
       multiply_square_transposed(dv[slot], squares + units(P_AT), queries + SECOND, fresh);
       multiply_square_transposed(dk[slot], squares + units(DS_AT), queries, fresh);
       wgmma_commit();
+      if (DRAWN_BY_KEYS) keeper.draw_after(a, p, unit, n, done * SQUARES + n);
       wgmma_wait<0>();
       wgmma_touch(dv[slot]);
       wgmma_touch(dk[slot]);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
+      // The next visit's tiles may still be on their way, while `scores` waits for this stage, and then for those rows.
+      if (q.first && q.last) prepare_next();
       if (q.i == q.j && a.closes_group(unit)) store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);
-      if (BLOCKS == 1) prepare_next();
+      if (q.first && !q.last) prepare_next();
     }
   }
 }
@@ -118,25 +145,26 @@ RL_D void run_keys(const Arguments& a, const Place& p) {
 // ---- queries
 // dq += G·window, and the window's dE, kept in shared memory by the thread that holds it, += Gᵀ·Q.
 RL_D void add_window_gradient(float (&dq)[D / 2], const Place& p, int i, int window, u32 count) {
-  const u32 stage = count & 1;
+  const u32 stage = count & 1, at = p.smem + DE_AT + window * WINDOW_SUM + 16 * (32 * p.warp + p.lane);
+  float de[D / 2];
+#pragma unroll
+  for (int x = 0; x < D / 8; ++x) {
+    const uint4 sum = load_shared_16(at + 2048 * x);
+    de[4 * x] = from_bits(sum.x), de[4 * x + 1] = from_bits(sum.y), de[4 * x + 2] = from_bits(sum.z), de[4 * x + 3] = from_bits(sum.w);
+  }
   barrier_wait(p.barrier(G_FULL + stage), count >> 1 & 1);
   const u32 operands = p.operands(), g = operands + units(G_AT) + stage * units(SQUARE);
-  float de[D / 2];
   wgmma_fence();
-  multiply_square_transposed(de, g, operands + queries_operand(i), true);
+  multiply_square_transposed(de, g, operands + queries_operand(i), false);
   multiply_square(dq, g, operands + units(WINDOWS_AT + window * TILE), false);
   wgmma_commit();
   wgmma_wait<0>();
   wgmma_touch(dq);
   wgmma_touch(de);
   arrive_for_warp(p.barrier(G_EMPTY + stage), p.lane);
-  const u32 at = p.smem + DE_AT + window * WINDOW_SUM + 16 * (32 * p.warp + p.lane);
 #pragma unroll
-  for (int x = 0; x < D / 8; ++x) {
-    const uint4 sum = load_shared_16(at + 2048 * x);
-    store_shared_16(at + 2048 * x, as_bits(from_bits(sum.x) + de[4 * x]), as_bits(from_bits(sum.y) + de[4 * x + 1]),
-                    as_bits(from_bits(sum.z) + de[4 * x + 2]), as_bits(from_bits(sum.w) + de[4 * x + 3]));
-  }
+  for (int x = 0; x < D / 8; ++x)
+    store_shared_16(at + 2048 * x, as_bits(de[4 * x]), as_bits(de[4 * x + 1]), as_bits(de[4 * x + 2]), as_bits(de[4 * x + 3]));
 }
 RL_D void store_query_rows(const Arguments& a, const Place& p, Head head, int i, const float (&dq)[D / 2]) {
   const int row = 64 * i + 16 * p.warp;
@@ -160,88 +188,65 @@ RL_D void store_table_part(const Arguments& a, const Place& p) {
     }
 }
 // Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
-RL_D void copy_after(const Arguments& a, const Place& p, int unit, int n, u32 squares, u32 windows) {
+RL_D void copy_after(const Arguments& a, const Place& p, const Head& this_head, const Head& next, int n, u32 squares, u32 windows) {
   const Copies copies = copies_after(n);
-  const int for_unit = copies.next_head ? a.next_unit(unit) : unit;
-  if ((copies.queries < 0 && copies.keys < 0) || for_unit >= a.heads_in_all) return;
+  const Head head = copies.next_head ? next : this_head;
+  if ((copies.queries < 0 && copies.keys < 0) || head.unit >= a.heads_in_all) return;
   const Stage stage(squares);  // all are done with P and dS, so `keys` with its tiles, and `queries` with the last window
   barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase);
   if (windows > 0) barrier_wait(p.barrier(G_EMPTY + (windows - 1 & 1)), windows - 1 >> 1 & 1);
-  const Head head(a, for_unit);
   if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
   if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
 }
-// Draws keep decisions for `scores`, square after square.
-struct Keeper {
-  DropoutKeys site{}, keys{};
-  int unit, n = 0;
-  u32 count = 0;
-  RL_D explicit Keeper(const Arguments& a) : unit(a.first_unit()) {
-    if (!DROPOUT) return;
-    site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
-    keys = dropout_stream(site, a.stream + unit);
-  }
-  RL_D void draw(const Arguments& a, const Place& p) {
-    if (!DROPOUT) return;
-    const Square q = square_at(n);
-    const u32 all = keep_square(dropout_base(q.i, q.j, p.warp, p.lane, ceil_div(a.T, 16)), keys, dropout_bias(a.threshold));
-    store_shared_4(p.smem + keep_at(count, p), all);
-    arrive_for_warp(p.barrier(KEEP_FULL + 4 * (count & 1) + p.warp), p.lane);
-    ++count;
-    if (++n < SQUARES) return;
-    n = 0, unit = a.next_unit(unit);
-    keys = dropout_stream(site, a.stream + unit);
-  }
-};
 RL_D void run_queries(const Arguments& a, const Place& p) {
-  Keeper keeper(a);
-  keeper.draw(a, p);
-  keeper.draw(a, p);
+  Keeper keeper;
+  if (!DRAWN_BY_KEYS) keeper.start(a, p);
   float dq[D / 2];
   float4* carry = reinterpret_cast<float4*>(a.carry) + blockIdx.x * (16 * D) + 32 * p.warp + p.lane;
   u32 squares = 0, windows = 0, done = 0;
-  int unit_before = 0;
+  Head head(a, a.first_unit()), before = head, next = head;
   if (RELATIVE) {
 #pragma unroll 1
     for (int x = 0; x < BLOCKS * (D / 8); ++x) store_shared_16(p.smem + DE_AT + 2048 * x + 16 * (32 * p.warp + p.lane), 0, 0, 0, 0);
     barrier_wait(p.barrier(TABLE_FULL), 0);
   }
 #pragma unroll 1
-  for (int unit = a.first_unit(); unit < a.heads_in_all; unit_before = unit, unit = a.next_unit(unit), ++done) {
+  for (; head.unit < a.heads_in_all; before = head, head = next, ++done) {
+    next = head.next(a);
 #pragma unroll 1
     for (int n = 0; n < SQUARES; ++n, ++squares) {
       const Square q = square_at(n);
+      const bool resumes = SPLIT && q.first && q.i == BLOCKS - 1 && q.j < q.i;  // what the first visit left, and more
+      if (resumes)
+#pragma unroll
+        for (int x = 0; x < D / 8; ++x) {
+          const float4 sum = carry[128 * x];
+          dq[4 * x] = sum.x, dq[4 * x + 1] = sum.y, dq[4 * x + 2] = sum.z, dq[4 * x + 3] = sum.w;
+        }
       if (RELATIVE && opens_queries(n)) barrier_wait(p.barrier(QUERIES_FULL + q.i), done & 1);
       if (opens_keys(n)) barrier_wait(p.barrier(KEYS_FULL + q.j), done & 1);
       const Stage stage(squares);
       barrier_wait(p.barrier(STAGE_FULL + stage.index), stage.phase);
       const u32 operands = p.operands();
       wgmma_fence();
-      multiply_square(dq, operands + units(DS_AT) + stage.index * units(SQUARE), operands + keys_operand(q.j), q.first);
+      multiply_square(dq, operands + units(DS_AT) + stage.index * units(SQUARE), operands + keys_operand(q.j), q.first && !resumes);
       wgmma_commit();
-      keeper.draw(a, p);  // for the square after the next one: `scores` has read this one's
+      if (!DRAWN_BY_KEYS) keeper.draw_after(a, p, head.unit, n, squares);
       // A square late, when nobody is still busy with it; where blocks are many there is time until the tiles are needed.
       if (BLOCKS > 2 && squares > 0 && p.warp == 0 && p.lane == 0)
-        copy_after(a, p, n > 0 ? unit : unit_before, n > 0 ? n - 1 : SQUARES - 1, squares - 1, windows);
+        copy_after(a, p, n > 0 ? head : before, n > 0 ? next : head, n > 0 ? n - 1 : SQUARES - 1, squares - 1, windows);
       wgmma_wait<0>();
       wgmma_touch(dq);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
       if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
-      if (BLOCKS <= 2 && p.warp == 0 && p.lane == 0) copy_after(a, p, unit, n, squares, windows);
+      if (BLOCKS <= 2 && p.warp == 0 && p.lane == 0) copy_after(a, p, head, next, n, squares, windows);
       sync_warp();
       if (q.last && q.j > 0) {
 #pragma unroll
         for (int x = 0; x < D / 8; ++x) carry[128 * x] = make_float4(dq[4 * x], dq[4 * x + 1], dq[4 * x + 2], dq[4 * x + 3]);
       } else if (q.last) {
-        if (SPLIT && q.i == BLOCKS - 1) {
-#pragma unroll
-          for (int x = 0; x < D / 8; ++x) {
-            const float4 before = carry[128 * x];
-            dq[4 * x] += before.x, dq[4 * x + 1] += before.y, dq[4 * x + 2] += before.z, dq[4 * x + 3] += before.w;
-          }
-        }
-        store_query_rows(a, p, Head(a, unit), q.i, dq);
+        store_query_rows(a, p, head, q.i, dq);
       }
     }
   }

@@ -156,6 +156,14 @@ struct Arguments {
 struct Head {
   int unit, batch, index;
   RL_D Head(const Arguments& a, int unit) : unit(unit), batch(unit / a.heads), index(unit - batch * a.heads) {}
+  RL_D Head next(const Arguments& a) const {  // without a division where units are gridDim.x apart
+    if (GROUPED == 2) return Head(a, a.next_unit(unit));
+    const int samples = gridDim.x / a.heads;
+    Head head = *this;
+    head.unit += gridDim.x, head.batch += samples, head.index += gridDim.x - samples * a.heads;
+    if (head.index >= a.heads) head.index -= a.heads, ++head.batch;
+    return head;
+  }
 };
 struct Place {  // of a thread
   u32 smem;
@@ -191,7 +199,7 @@ RL_D void load_queries(const Arguments& a, const Place& p, Head head, int i) {
 }
 RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {
   const u32 barrier = p.barrier(KEYS_FULL + j), to = p.smem + PAIRS_AT + key_slot(j) * PAIR;
-  const int group = head.index / a.heads_per_group;
+  const int group = GROUPED ? head.index / a.heads_per_group : head.index;
   barrier_expect(barrier, PAIR);
   copy_4d(to, a.k, 0, group, 64 * j, head.batch, barrier);
   copy_4d(to + TILE, a.v, 0, group, 64 * j, head.batch, barrier);
