@@ -39,7 +39,7 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
     "plain_sum.cu": [
         ("#include \"plain_spans.cuh\"\n", "#include \"plain_spans.cuh\"\n#define MARKS column_sums\nnamespace rl {" + COMMON + "}\n"),
         ("  let_next_start();\n", "  ENTER();\n  let_next_start();\n"),
-        ("#pragma unroll 2\n", "  MARK(3);\n#pragma unroll 2\n"),
+        ("#pragma unroll 1\n  for (int k = 0;", "  MARK(3);\n#pragma unroll 1\n  for (int k = 0;"),
         ("#if RL_COLUMN_SUMS\n", "  LEAVE();\n#if RL_COLUMN_SUMS\n"),
     ],
 }
