@@ -63,7 +63,7 @@ def text(tmp_path):
         ("demo --minuts 1", "unknown option --minuts; did you mean --minutes?"),
         ("demo --games 0", "games must be at least 1, got 0"),
         ("demo --level 9", "boxing has the levels 0, 1, 2, 3, got 9"),
-        ("demo --minutes 0", "minutes must be positive, got 0"),
+        ("demo --minutes 0", "minutes must be positive and finite, got 0"),
         ("--vresion", "unknown option '--vresion'; did you mean --version"),
         ("trian", "unknown verb 'trian'; did you mean train?"),
         ("train boxing --data \udcff", "the argument '\\udcff' is not UTF-8; write it in UTF-8"),

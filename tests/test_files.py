@@ -1,8 +1,10 @@
 """A file is replaced whole or not at all; the cache's folder."""
 
 import errno
+import json
 import os
 import threading
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +12,14 @@ import pytest
 
 from ridgeline import files
 from ridgeline.errors import ConfigError
+
+
+def test_what_cannot_be_read_is_one_kind_of_error() -> None:
+    assert files.parsed(b'{"a": [1]}') == {"a": [1]}
+    assert files.parsed("a = [1]", tomllib.loads) == {"a": [1]}
+    for text, loads in (("{", json.loads), ("[" * 100_000, json.loads), (f"a = {'[' * 10_000}", tomllib.loads)):
+        with pytest.raises(ValueError, match=r"."):
+            files.parsed(text, loads)
 
 
 def test_replace_writes_text_and_bytes_and_leaves_nothing_else(tmp_path: Path) -> None:

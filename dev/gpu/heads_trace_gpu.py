@@ -1,11 +1,10 @@
 """Clock stamps of the policy heads' Hopper kernel: where the cycles of a tile of 64 rows go, by warpgroup, beside each other.
 
-PYTHONPATH=src OUT=$OUT python3 dev/gpu/heads_trace_gpu.py [seconds]      (15 s, cold; the op is captured, as in a step)
+PYTHONPATH=src OUT=$OUT python3 dev/gpu/heads_trace_gpu.py                (25 s, cold; the op is captured, as in a step)
 PYTHONPATH=src python3 dev/gpu/heads_trace_gpu.py build                   (no card: the marked kernels compile, registers)
 """
-import json, os, shutil, sys, time
+import json, os, shutil, sys
 from pathlib import Path
-sys.path[:0] = ["src", "dev/gpu"]
 ROOT, COPY = Path("src/ridgeline/ops"), Path("/tmp/heads_trace_src")
 SLOTS, ACTORS, ROUND, BLOCKS = 80, 5, 3, 132
 NAMES = ("copies 0", "copies 1", "rows 0", "rows 1", "sums")
@@ -55,21 +54,22 @@ def sources():
     s = put(s, "struct Barriers {", STAMP + "struct Barriers {"); p.write_text(s)
     p = here / "heads_rows.cuh"; s = p.read_text()
     s = put(s, "  int group, warp, lane, quad;\n", "  int group, warp, lane, quad;\n  bool now;\n")
-    s = put(s, "  barrier_wait(bar.p_full(group, chunk), phase);\n", "  barrier_wait(bar.p_full(group, chunk), phase);\n    stamp_if(now, 20 + 4 * chunk);\n")
-    s = put(s, "      wgmma_wait<0>();\n      wgmma_touch(x);\n    }\n", "      wgmma_wait<0>();\n      wgmma_touch(x);\n    }\n    stamp_of(now, 21 + 4 * chunk, x[0]);\n")
-    s = put(s, "    wgmma_fence();\n#pragma unroll\n    for (int k = 0; k < COLUMNS / 16; ++k) {\n      const u32 operand", "    stamp_of(now, 22 + 4 * chunk, from_bits(a[COLUMNS / 8 - 1][1]));\n    wgmma_fence();\n#pragma unroll\n    for (int k = 0; k < COLUMNS / 16; ++k) {\n      const u32 operand")
-    s = put(s, "    wgmma_wait<0>();\n    wgmma_touch(logits);\n", "    wgmma_wait<0>();\n    wgmma_touch(logits);\n    stamp_if(now, 23 + 4 * chunk);\n")
-    s = put(s, "    const u32 tile = narrow_tile(smem, group);\n    float loss[2], count[2];\n", "    stamp_if(now, 40);\n    const u32 tile = narrow_tile(smem, group);\n    float loss[2], count[2];\n")
-    s = put(s, "#pragma unroll\n    for (int i = 0; i < V_COLUMNS / 4; ++i) {\n      const float total = over_rows", "    stamp_of(now, 41, from_bits(dl[0][0]));\n#pragma unroll\n    for (int i = 0; i < V_COLUMNS / 4; ++i) {\n      const float total = over_rows")
-    s = put(s, "    wgmma_wait<0>();\n    wgmma_touch(x);\n#pragma unroll\n    for (int j = 0; j < COLUMNS / 8; ++j) {\n      const uint4 sc = vectors(chunk, j);\n#pragma unroll\n      for (int h = 0; h < 2; ++h) {\n        const u32 here", "    wgmma_wait<0>();\n    wgmma_touch(x);\n    stamp_if(now, 44 + 3 * chunk);\n#pragma unroll\n    for (int j = 0; j < COLUMNS / 8; ++j) {\n      const uint4 sc = vectors(chunk, j);\n#pragma unroll\n      for (int h = 0; h < 2; ++h) {\n        const u32 here")
-    s = put(s, "    store_pairs(q, p_tile(smem, group, chunk));\n    publish(bar.q_ready(group, chunk));\n", "    stamp_of(now, 45 + 3 * chunk, from_bits(q[COLUMNS / 8 - 1][1]));\n    store_pairs(q, p_tile(smem, group, chunk));\n    publish(bar.q_ready(group, chunk));\n    stamp_if(now, 46 + 3 * chunk);\n")
+    s = put(s, "      float x[16];\n      u32 v[4][2], a[4][2];\n      begin(x, piece, phase);\n", "      float x[16];\n      u32 v[4][2], a[4][2];\n      const bool mark = now && piece == 4;\n      stamp_if(now && piece < 2, 17 + piece);\n      stamp_if(mark, 20);\n      begin(x, piece, phase);\n      stamp_of(mark, 21, x[0]);\n")
+    s = put(s, "      wgmma_fence();\n#pragma unroll\n      for (int k = 0; k < 2; ++k) {\n", "      stamp_of(mark, 22, from_bits(a[3][1]));\n      wgmma_fence();\n#pragma unroll\n      for (int k = 0; k < 2; ++k) {\n")
+    s = put(s, "      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      wgmma_wait<0>();\n      wgmma_touch(logits);\n", "      stamp_if(mark, 23);\n      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      stamp_if(mark, 24);\n      wgmma_wait<0>();\n      wgmma_touch(logits);\n      stamp_if(mark, 25);\n")
+    s = put(s, "      wgmma_wait<0>();\n      wgmma_touch(x);\n#pragma unroll\n      for (int j = 0; j < 4; ++j) {\n        const uint4 sc = vectors(piece, j);\n#pragma unroll\n        for (int h = 0; h < 2; ++h) {\n          const float v0 = pair_low", "      wgmma_wait<0>();\n      wgmma_touch(x);\n      stamp_if(now && piece == 5, 51);\n#pragma unroll\n      for (int j = 0; j < 4; ++j) {\n        const uint4 sc = vectors(piece, j);\n#pragma unroll\n        for (int h = 0; h < 2; ++h) {\n          const float v0 = pair_low")
+    s = put(s, "      const u32 tile = p_tile(smem, group, piece / 2);\n      float x[16];\n", "      const u32 tile = p_tile(smem, group, piece / 2);\n      stamp_if(now && piece == 5, 50);\n      float x[16];\n")
+    s = put(s, "      store_pairs(q, tile, piece);\n", "      stamp_of(now && piece == 5, 52, from_bits(q[3][1]));\n      store_pairs(q, tile, piece);\n      stamp_if(now && piece == 5, 53);\n")
+    s = put(s, "publish(bar.q_ready(group, piece / 2));\n", "publish(bar.q_ready(group, piece / 2));\n      stamp_if(now && piece == 5, 54);\n")
+    s = put(s, "    const u32 tile = narrow_tile(smem, group);\n#pragma unroll\n    for (int i = 0; i < V_DEPTH / 16; ++i)\n", "    stamp_if(now, 40);\n    const u32 tile = narrow_tile(smem, group);\n#pragma unroll\n    for (int i = 0; i < V_DEPTH / 16; ++i)\n")
     s = put(s, "    barrier_wait(bar.weights(), 0);\n", "    barrier_wait(bar.weights(), 0);\n    stamp(3);\n")
     s = put(s, "      const u32 phase = tiles.round & 1;\n", f"      const u32 phase = tiles.round & 1;\n      now = tiles.round == {ROUND};\n      stamp_if(tiles.round < 12, 64 + tiles.round);\n      stamp_if(now, 10);\n")
-    s = put(s, "      barrier_wait(bar.narrow_free(group), phase ^ 1);\n", "      stamp_of(now, 11, scale[0] + scale[1]);\n      barrier_wait(bar.narrow_free(group), phase ^ 1);\n      stamp_if(now, 12);\n")
+    s = put(s, "      barrier_wait(bar.narrow_free(group), phase ^ 1);\n", "      stamp_of(now, 11, deviation[0] + deviation[1]);\n      barrier_wait(bar.narrow_free(group), phase ^ 1);\n      stamp_if(now, 12);\n")
     s = put(s, "      barrier_wait(bar.a_free(group), phase ^ 1);\n", "      stamp_if(now, 13);\n      barrier_wait(bar.a_free(group), phase ^ 1);\n      stamp_if(now, 14);\n")
     s = put(s, "      publish(bar.narrow_ready(group));\n", "      stamp_if(now, 42);\n      publish(bar.narrow_ready(group));\n      stamp_if(now, 43);\n")
+    s = put(s, "      backward(c1, c2);\n", "      stamp_if(now, 45);\n      backward(c1, c2);\n      stamp_if(now, 58);\n")
     s = put(s, "      write_slopes(c1, c2, tiles.row());\n", "      write_slopes(c1, c2, tiles.row());\n      stamp_if(now, 59);\n")
-    s = put(s, "    __syncwarp();\n    float* sums =", "    stamp(76);\n    __syncwarp();\n    float* sums =")
+    s = put(s, "    write_sums();\n  }\n", "    stamp(76);\n    write_sums();\n  }\n")
     p.write_text(s)
     p = here / "heads_sm90.cu"; s = p.read_text()
     s = put(s, "    const u32 phase = (tiles.round & 1) ^ 1;  // of the tile before\n", f"    const u32 phase = (tiles.round & 1) ^ 1;  // of the tile before\n    const bool now = tiles.round == {ROUND + 1};\n")
@@ -89,9 +89,10 @@ def sources():
     return here / "heads_sm90.cu"
 
 
-CONSUMER = {10: "tile", 11: "statistics", 12: "side free", 13: "side", 14: "a free", 40: "[loss", 41: "dl", 42: "sums]", 43: "published", 59: "slopes"}
-for c in range(5):
-    CONSUMER |= {20 + 4 * c: f"(p{c}", 21 + 4 * c: "heard", 22 + 4 * c: "gelu", 23 + 4 * c: "logits)", 44 + 3 * c: f"<da{c}", 45 + 3 * c: "q", 46 + 3 * c: "out>"}
+CONSUMER = {
+    10: "tile", 11: "statistics", 12: "side free", 13: "side", 14: "a free", 17: "piece 0", 18: "piece 1", 20: "[piece 4", 21: "p and heard", 22: "gelu", 23: "stored",
+    24: "state", 25: "logits]", 40: "(loss", 42: "dl)", 43: "published", 45: "said", 50: "<piece 5", 51: "da", 52: "q", 53: "stored", 54: "out>", 58: "all q", 59: "slopes",
+}
 COPIES = {key: name for c in range(5) for key, name in ((20 + 4 * c, f"q{c} sent"), (21 + 4 * c, f"read"), (22 + 4 * c, f"summed"), (23 + 4 * c, f"p{c} asked"))}
 SUMS = {}
 for g in range(2):
@@ -139,12 +140,13 @@ def build():
             print(place.index, cubin.resources()["head"], "SERIALISED" if "C7510" in cubin.log else "", flush=True)
 
 
-def main(seconds):
-    end = time.time() + seconds
-    import torch
+def op():
+    """Both passes of hal-20m's heads by the Hopper kernel, to be called."""
     import heads_gpu as H
-    from ridgeline.ops import _cuda as cuda
-    from ridgeline.ops.policy_heads import hopper, policy_heads
+    import torch
+
+    from ridgeline.ops.policy_heads import policy_heads
+    from ridgeline.ops.sink import ATTRIBUTE
     x, heads, y = H.problem(H.N, torch.bfloat16)
     x.requires_grad_()
     flat = [w.requires_grad_() for head in heads for w in head]
@@ -152,15 +154,18 @@ def main(seconds):
 
     def step():
         for w in flat:
-            getattr(w, H.ATTRIBUTE).begin(add=False)
+            getattr(w, ATTRIBUTE).begin(add=False)
         torch.autograd.grad(policy_heads(x, heads, y, impl="cuda").sum(), [x, *flat], allow_unused=True)
 
-    from ridgeline.ops.sink import ATTRIBUTE
-    H.ATTRIBUTE = ATTRIBUTE
-    plain = H.graph_time(step)
-    print(f"heads without stamps: {plain['ms'] * 1e3:.0f} us")
-    for name, us, n in plain["kernels"]:
-        print("    ", us, n, name)
+    return step
+
+
+def main():
+    import torch
+    from ridgeline.ops import _cuda as cuda
+    from ridgeline.ops.policy_heads import hopper
+    step = op()
+    print("without stamps, each head, us:", each := each_head(captured(step)), flush=True)
     size = BLOCKS * ACTORS * SLOTS
     traces, real = {}, cuda.load
 
@@ -180,8 +185,6 @@ def main(seconds):
         torch.cuda.synchronize()
         for key, t in traces.items():
             found[key].append(t.clone())
-        if time.time() > end:
-            break
     a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     a.record()
     for _ in range(10):
@@ -193,7 +196,25 @@ def main(seconds):
         t = torch.stack(list_[2:]).view(-1, BLOCKS, ACTORS, SLOTS).double()
         used = t[0, :, 2, 0] > 0
         out[key] = tell(f"head that hears {key}", t[:, used])
-    json.dump({"plain": plain, "stamps": out}, open(os.environ.get("OUT", "/tmp") + "/heads_trace.json", "w"))
+    json.dump({"plain": each, "stamps": out}, open(os.environ.get("OUT", "/tmp") + "/heads_trace.json", "w"))
+
+
+def profiled(graph, name, replays=10):
+    """(start, us) of every kernel of that name in some replays."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+    return sorted((e.time_range.start, e.device_time) for e in prof.events() if e.name == name)
+
+
+def each_head(graph):
+    """Median us of the first head's kernel, the second's, the third's."""
+    import statistics
+    found = profiled(graph, "head")
+    return [round(statistics.median(us for _, us in found[i::3]), 1) for i in range(3)]
 
 
 def captured(step):
@@ -210,7 +231,8 @@ def captured(step):
 
 
 if __name__ == "__main__":
+    sys.path[:0] = ["src", "dev/gpu"]
     if sys.argv[1:] == ["build"]:
         build()
     else:
-        main(float(sys.argv[1]) if len(sys.argv) > 1 else 15)
+        main()

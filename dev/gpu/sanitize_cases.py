@@ -6,18 +6,32 @@ Says which kernels it launches, each at its first launch. Without a card the Tri
 references stand in for CUDA C++. Data is made on the host, so that no kernel but those under test is instrumented.
 """
 
+import contextlib
+import functools
 import sys
-from pathlib import Path
+from unittest import mock
 
+import sanitize_controls  # noqa: F401  (its cases)
+import sanitize_kit
 import sanitize_steps  # noqa: F401  (its cases)
 import torch
-from sanitize_kit import CASES, DEVICE, TOOL, case, differentiate, draw, dropout_state, impl, masks
+from sanitize_kit import (
+    CASES,
+    CONTROLS,
+    DEVICE,
+    ProductsOnHost,
+    case,
+    differentiate,
+    draw,
+    dropout_state,
+    impl,
+    masks,
+)
 
-from ridgeline.ops import _cuda as cuda
 from ridgeline.ops import heads as sequential
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.activation import bias_gelu
-from ridgeline.ops.attention import attention
+from ridgeline.ops.attention import attention, float32
 from ridgeline.ops.cross_entropy import cross_entropy, linear_cross_entropy
 from ridgeline.ops.dropout import dropout
 from ridgeline.ops.embedding import embedding
@@ -28,34 +42,6 @@ from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.mlp import Mlp, Norm, kernels, many, mlp_half, norm_project, project_join
 from ridgeline.ops.norm import norm, residual_norm
 from ridgeline.ops.policy_heads import HeadWeights, policy_heads
-
-FOLDER = Path(__file__).parent
-
-
-@case
-def planted():
-    """The mistake that the tool at hand is for."""
-    kernel = cuda.load(FOLDER / "sanitize_planted.cu").kernel(TOOL, "Pi")
-    x = torch.empty(64, device="cuda") if TOOL == "initcheck" else torch.ones(64).cuda()
-    kernel.launch((1,), 64, 0, (x, 64))
-    torch.cuda.synchronize()
-
-
-ORDERS = {
-    "racecheck": ("by_one_lane", "by_each_lane", "by_arrive", "by_sync"),
-    "synccheck": ("each_phase_waited_for", "one_phase_waited_for"),
-    "initcheck": ("write_by_threads read_of_threads", "write_by_copy_engine read_of_copy_engine"),
-}
-
-
-@case
-def orders():
-    """Rights that the tool at hand may take for mistakes."""
-    for names in ORDERS.get(TOOL, ()):
-        x = torch.empty(64, device="cuda") if TOOL == "initcheck" else torch.arange(64.0).cuda()
-        for name in names.split():
-            cuda.load(FOLDER / "sanitize_orders.cu").kernel(name, "P").launch((1,), 64, 0, (x,))
-        assert (x.cpu()[32:] == -torch.arange(32.0)).all(), names
 
 
 def attend(name, B, T, H, G, D, rows=0, p=0.0, dtype=None):
@@ -98,6 +84,13 @@ def attention_plain():
 @case
 def attention_float():
     attend("cuda-fp32", 2, 177, 8, 1, 32, dtype=torch.float32)
+
+
+@case
+def attention_float_lanes():
+    """The kernels of cards without Hopper's rate in fp64."""
+    with mock.patch.object(float32, "choose", lambda device: float32.LANES):
+        attend("cuda-fp32", 2, 177, 8, 1, 32, dtype=torch.float32)
 
 
 @case
@@ -165,24 +158,28 @@ def linear_stationary():
 
 @case
 def linear_gemm():
-    """The general product: every epilogue, an inner width that fills no tile."""
-    M, N, K = 300, 264, 584
-    x, w, bias, c = (t.detach() for t in (draw(M, K), draw(N, K, scale=K**-0.5), draw(N), draw(M, N)))
-    turned, slope = draw(K, N).detach(), slope_empty(x, M, N)
-    drop = masks(150)
-    for weight, rest in (
-        (w, {}),
-        (w, {"bias_N": bias}),
-        (w, {"bias_N": bias, "gelu": "exact", "slope_MN": slope}),
-        (w, {"bias_N": bias, "gelu": "tanh", "slope_MN": slope}),
-        (w, {"bias_N": bias, "residual_MN": c, "masks": drop}),
-        (turned, {"transposed_b": True}),
-        (turned, {"transposed_b": True, "factor_MN": slope}),
-    ):
-        if DEVICE == "cuda":
+    """The general product: every epilogue, an inner width that fills no tile, the inner widths of the goals' models."""
+    if DEVICE == "cpu":
+        return
+    M, N = 300, 264
+    for K in (584, 768, 832, 448):
+        x, w, bias, c = (t.detach() for t in (draw(M, K), draw(N, K, scale=K**-0.5), draw(N), draw(M, N)))
+        turned, slope = draw(K, N).detach(), slope_empty(x, M, N)
+        terms = gemm.RowTerms(c, *(draw(*shape, dtype=torch.float32).detach() for shape in ((2, M), (1,))))
+        forms = (
+            (w, {"bias_N": bias, "gelu": "tanh", "slope_MN": slope}),
+            (turned, {"transposed_b": True, "factor_MN": slope}),
+            (turned, {"transposed_b": True, "terms": terms}),
+            (w, {}),
+            (w, {"bias_N": bias}),
+            (w, {"bias_N": bias, "gelu": "exact", "slope_MN": slope}),
+            (w, {"bias_N": bias, "residual_MN": c, "masks": masks(150)}),
+            (turned, {"transposed_b": True}),
+        )
+        for weight, rest in forms if K == 584 else forms[:3]:
             out = aligned_empty(x, M, N)
             gemm.gemm(x, weight, out, gemm.Config(), **rest)
-            assert torch.isfinite(out.cpu()).all(), rest.keys()
+            assert torch.isfinite(out.cpu()).all(), (K, rest.keys())
 
 
 @case
@@ -222,7 +219,8 @@ def fp32_products():
     assert all(torch.isfinite(layer.dweight_MK.cpu()).all() for layer in layers)
 
 
-def policy_heads_by(name):
+def policy_heads_by(name, dtype=None):
+    draw = functools.partial(sanitize_kit.draw, dtype=dtype)
     rows, width, classes = 333, 128, (9, 37, 6)
     heads, seen = [], width
     for count in classes:
@@ -240,6 +238,11 @@ def policy_heads_by(name):
 @case
 def heads_hopper():
     policy_heads_by("cuda")
+
+
+@case
+def heads_float():
+    policy_heads_by("triton", torch.float32)
 
 
 @case
@@ -322,7 +325,8 @@ def pointwise():
         column_sums_raw(draw(P, W, dtype=torch.float32).detach(), torch.zeros(W).to(DEVICE))
 
 
-def main(names):
+def run(names):
+    """The cases, one after another: says when each begins and has ended, and which kernels it launches."""
     import triton
     from triton.runtime.interpreter import GridExecutor
 
@@ -339,13 +343,17 @@ def main(names):
     GridExecutor.__call__ = lambda grid, *a, **k: (tell(grid.fn.__name__), interpret(grid, *a, **k))[1]
     triton.knobs.runtime.launch_enter_hook.add(lambda data: tell(data.get()["name"]))
     torch.set_num_threads(1)
-    for name in names.split("+"):
+    torch.autograd.set_multithreading_enabled(False)  # a thread of autograd's may end a process badly as Python ends
+    for name in names:
         print(f"CASE {name}", flush=True)
         torch.manual_seed(0)
-        CASES[name]()
+        launched.clear()
+        with contextlib.nullcontext() if name in CONTROLS else ProductsOnHost():
+            CASES[name]()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
+        print(f"ENDED {name}", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run(sys.argv[1].split("+"))

@@ -1,8 +1,10 @@
-"""What the cases of compute-sanitizer share: the device, the register of cases, data made on the host."""
+"""What the cases of compute-sanitizer share: the device, the register of cases, data and products made on the host."""
 
 import os
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from ridgeline.ops._triton import interpreter
 
 interpreter.enable()  # does nothing on a card; before any kernel is imported
@@ -12,12 +14,47 @@ from ridgeline.ops.linear import Masks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOOL = os.environ.get("SANITIZER_TOOL", "memcheck")
-CASES = {}
+CASES, CONTROLS = {}, set()
 
 
 def case(function):
     CASES[function.__name__] = function
     return function
+
+
+def control(function):
+    """A case that shows what the tool does, and says nothing of this package's kernels."""
+    CONTROLS.add(function.__name__)
+    return case(function)
+
+
+class ProductsOnHost(TorchDispatchMode):
+    """PyTorch's products of tensors on a card, computed on the host: no process has a kernel of cuBLAS.
+
+    Racecheck ends in an error of its own in every process that has one, and initcheck does not see what they write.
+    """
+
+    PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear", "matmul")
+    KIND = "cuda"
+    REFUSED = ("addmm_", "baddbmm_", "addbmm", "_addmm_activation", "convolution", "_scaled_mm")
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+        kwargs, name = dict(kwargs or {}), func.overloadpacket.__name__
+        if name not in self.PRODUCTS + self.REFUSED or args[0].device.type != self.KIND:
+            return func(*args, **kwargs)
+        if name in self.REFUSED:
+            raise RuntimeError(f"a library's kernel that no case should need: {func}")
+        self.calls += 1
+        out, named = kwargs.pop("out", None), [x for x in args if isinstance(x, torch.dtype)]
+        dtype = kwargs.pop("out_dtype", named[0] if named else args[0].dtype)
+        wide = torch.float64 if args[0].dtype == torch.float64 else torch.float32
+        host = [x.to("cpu", wide) for x in args if isinstance(x, torch.Tensor)]
+        result = func.overloadpacket(*host, **kwargs).to(dtype).to(args[0].device)
+        return result if out is None else out.copy_(result)
 
 
 def draw(*shape, dtype=None, scale=1.0, shift=0.0):

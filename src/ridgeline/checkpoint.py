@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 import ridgeline
+from ridgeline import files
 from ridgeline.errors import CheckpointError, reason
 
 FORMAT = "ridgeline-checkpoint"
@@ -221,10 +222,10 @@ def _sync(path: Path) -> None:
 def _read_header(folder: Path) -> dict[str, Any]:
     file = folder / HEADER
     try:
-        header = json.loads(file.read_text(encoding="utf-8"))
+        header = files.parsed(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no checkpoint ({HEADER} is missing); give another folder") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({reason(error)}); use another checkpoint of the run") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or not header.keys() >= REQUIRED:
         raise CheckpointError(f"{folder} is not a ridgeline checkpoint; give the folder of one")

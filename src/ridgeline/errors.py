@@ -69,6 +69,12 @@ def reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether NumPy, PyTorch on the CPU or CUDA says by an error that there is not enough memory."""
+    said = isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+    return isinstance(error, MemoryError) or (said and not isinstance(error, RidgelineError))
+
+
 @contextmanager
 def enough_memory(cure: str) -> Iterator[None]:
     """Turns the several errors of a device or machine without enough memory into one sentence.
@@ -82,8 +88,7 @@ def enough_memory(cure: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # PyTorch's own OutOfMemoryError is a RuntimeError
-        said = any(words in str(error) for words in NO_MEMORY)
-        if isinstance(error, RidgelineError) or not (said or isinstance(error, MemoryError)):
+        if not lacks_memory(error):
             raise
         raise OutOfMemoryError(f"there is not enough memory; {cure}") from error
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ridgeline.errors import ConfigError
 
@@ -23,6 +26,22 @@ def cache() -> Path:
         return Path.home() / ".cache" / "ridgeline"
     except RuntimeError as error:
         raise ConfigError("there is no home folder to keep caches in; set RIDGELINE_CACHE to a folder") from error
+
+
+def parsed(text: Any, loads: Callable[[Any], Any] = json.loads) -> Any:
+    """What a text says that was kept or typed in, by default in JSON.
+
+    Args:
+        text: the text, or bytes that `loads` takes.
+        loads: reads it; raises ValueError where it cannot.
+
+    Raises:
+        ValueError: it cannot be read, or is nested too deeply.
+    """
+    try:
+        return loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def replace(file: Path, content: str | bytes) -> Path:

@@ -344,7 +344,7 @@ def read_record(file: str | Path) -> Record:
         RecordError: it cannot be read, is no record, was edited, or has another schema.
     """
     try:
-        values = json.loads(Path(file).read_text(encoding="utf-8"))
+        values = files.parsed(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecordError(f"{file} cannot be read as a record: {reason(error)}") from error
     if not isinstance(values, dict) or "checksum" not in values:

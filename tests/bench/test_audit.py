@@ -98,6 +98,9 @@ class Fake:
         self.turn += 1
         return {"times_ms": [base * mood] * self.command["time"], "peak_memory_bytes": None}
 
+    def dismiss(self):
+        pass
+
     def close(self):
         pass
 

@@ -36,6 +36,9 @@ class Fake:
             return {"phases_ms": {"forward": 1.0, "backward": 2.0, "optimizer": 0.5}}
         return {"first_step_s": 1.0, "times_ms": [4.0] * self.command.get("time", 0), "peak_memory_bytes": None}
 
+    def dismiss(self):
+        pass
+
     def close(self):
         pass
 

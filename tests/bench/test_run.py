@@ -64,6 +64,9 @@ class Fake:
     def out_of_memory(self):
         return "out of memory" in self.error
 
+    def dismiss(self):
+        pass
+
     def close(self):
         Fake.alive -= 1
 

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ridgeline.engine import FlatParameters
+from ridgeline.engine import FlatParameters, TrainStep
 from ridgeline.models import Category, DecoderConfig, Head, LanguageConfig, PolicyConfig
+from ridgeline.optim import OptimizerConfig
 
+SETTINGS = OptimizerConfig(lr=1e-2, clip=0.5)
 LANGUAGE = LanguageConfig(decoder=DecoderConfig(layers=1, width=16, heads=2, context=8, dropout=0.2), vocabulary=11)
 POLICY = PolicyConfig(
     decoder=DecoderConfig(layers=1, width=16, heads=2, context=8, dropout=0.2, positions="relative"),
@@ -64,6 +66,15 @@ class Stranger(nn.Module):
 
 def stranger_loss(model: nn.Module, batch: Any) -> Tensor:
     return model(batch["tokens"], batch["targets"])[1]
+
+
+def stranger() -> Stranger:
+    torch.manual_seed(1)
+    return Stranger()
+
+
+def strange_step(**rest: Any) -> TrainStep:
+    return TrainStep(stranger(), stranger_loss, SETTINGS, **{"precision": "fp32", **rest})
 
 
 def gather(flat: FlatParameters, gradients: list[Tensor | None], *, add: bool = False) -> None:

@@ -8,16 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from engine.helpers import Stranger, gather, language_batch, stranger_loss
+from engine.helpers import Stranger, gather, language_batch, stranger, stranger_loss
 from ridgeline.engine import FlatParameters
 from ridgeline.engine.slots import ALIGN
 from ridgeline.errors import CheckpointError, ConfigError
 from ridgeline.ops.known import padded_rows
-
-
-def stranger() -> Stranger:
-    torch.manual_seed(1)
-    return Stranger()
 
 
 def test_parameters_keep_names_values_and_identity():
@@ -116,6 +111,26 @@ def test_replaced_or_moved_parameters_are_noticed():
         flat.check_views()
 
 
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_what_learns_is_settled_when_the_buffers_are_made(compute):
+    def thaw(model):
+        model.wpe.weight.requires_grad_(True)
+
+    def freeze(model):
+        model.attn.bias.requires_grad_(False)
+
+    def add(model):
+        model.more = nn.Linear(2, 2)
+
+    for change, name in ((thaw, "wpe.weight"), (freeze, "attn.bias"), (add, "more.weight")):
+        model = stranger()
+        flat = FlatParameters(model, compute=compute)
+        flat.check_views()
+        change(model)
+        with pytest.raises(ConfigError, match=f"parameter {name} was added, frozen or thawed"):
+            flat.check_views()
+
+
 def test_models_that_cannot_be():
     with pytest.raises(ConfigError, match="nothing to train"):
         FlatParameters(nn.LayerNorm(4, elementwise_affine=False), compute=torch.float32)
@@ -126,15 +141,14 @@ def test_models_that_cannot_be():
         FlatParameters(mixed, compute=torch.float32)
 
 
-def test_load_names_what_does_not_fit():
+def test_what_does_not_fit_is_named():
     flat = FlatParameters(nn.Linear(3, 2), compute=torch.float32)
     with pytest.raises(CheckpointError, match="differs in bias"):
-        flat.load(flat.grad, {"weight": torch.zeros(2, 3)}, "the moment")
+        flat.demand(flat.grad, {"weight": torch.zeros(2, 3)}, "the moment")
     with pytest.raises(CheckpointError, match="of weight has shape"):
-        flat.load(flat.grad, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "the moment")
+        flat.demand(flat.grad, {"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, "the moment")
     with pytest.raises(CheckpointError, match="of bias has shape"):
-        flat.load(flat.grad, {"weight": torch.ones(2, 3), "bias": torch.ones(3)}, "the moment")
-    assert not flat.grad.any()
+        flat.demand(flat.grad, {"weight": torch.ones(2, 3), "bias": torch.ones(3)}, "the moment")
 
 
 def test_a_second_step_takes_the_model_over():

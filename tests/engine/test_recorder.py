@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
+from engine.helpers import LANGUAGE, language_batch, stranger, stranger_loss
 from engine.recorder import Recorder
 from ridgeline.engine import TrainStep, Update
 from ridgeline.errors import UnsupportedError
@@ -87,14 +87,9 @@ def test_dropout_masks_differ_between_replays():
 def test_a_strangers_module_replays():
     torch.manual_seed(0)
     batches = [language_batch(i) for i in range(STEPS)]
-    plain = train(build_stranger(), batches, capture=False, loss=stranger_loss, precision="bf16")
-    replayed = train(build_stranger(), batches, capture=Recorder(), loss=stranger_loss, precision="bf16")
+    plain = train(stranger(), batches, capture=False, loss=stranger_loss, precision="bf16")
+    replayed = train(stranger(), batches, capture=Recorder(), loss=stranger_loss, precision="bf16")
     assert differences(plain, replayed) == []
-
-
-def build_stranger() -> Stranger:
-    torch.manual_seed(1)
-    return Stranger()
 
 
 class Counting:
@@ -132,8 +127,8 @@ class HostSeed(Update):
 
 def test_a_counter_on_the_host_is_found():
     batches = [language_batch(i) for i in range(STEPS)]
-    plain = train(build_stranger(), batches, capture=False, loss=Counting(), accumulate=1)
-    replayed = train(build_stranger(), batches, capture=Recorder(), loss=Counting(), accumulate=1)
+    plain = train(stranger(), batches, capture=False, loss=Counting(), accumulate=1)
+    replayed = train(stranger(), batches, capture=Recorder(), loss=Counting(), accumulate=1)
     assert "weights" in differences(plain, replayed)
 
 
@@ -147,7 +142,7 @@ def test_a_schedule_or_seed_on_the_host_is_found(monkeypatch, planted):
 
 
 def test_what_asks_for_a_value_cannot_be_captured_and_nothing_is_lost():
-    model = build_stranger()
+    model = stranger()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def loss(model, batch):
@@ -192,7 +187,7 @@ def test_what_was_captured_at_step_0_is_right_at_step_10_000():
 
 
 def test_capture_and_warm_up_leave_the_first_step_first():
-    step = TrainStep(build_stranger(), stranger_loss, capture=Recorder(), precision="fp32")
+    step = TrainStep(stranger(), stranger_loss, capture=Recorder(), precision="fp32")
     step(language_batch())
     assert step.taken == 1
     assert int(step.update.applied) == 1
@@ -202,7 +197,7 @@ def test_capture_and_warm_up_leave_the_first_step_first():
 @pytest.mark.parametrize("own", [False, True])
 def test_no_fill_beyond_the_named_ones(own):
     recorder = Recorder()
-    model, loss = (build(LANGUAGE, impl="reference", seed=3), None) if own else (build_stranger(), stranger_loss)
+    model, loss = (build(LANGUAGE, impl="reference", seed=3), None) if own else (stranger(), stranger_loss)
     step = TrainStep(model, loss, capture=recorder, precision="bf16")
     step(language_batch())
     fills = {name for name in recorder.operations if any(word in name for word in ("zero", "fill", "ones", "full"))}
@@ -224,14 +219,15 @@ def test_a_stranger_may_write_to_the_gradient_of_its_loss():
             return gradient.mul_(2)
 
     settings = OptimizerConfig(lr=1e-30, floor=0.0, clip=0.0)
-    step = TrainStep(build_stranger(), lambda model, batch: Doubled.apply(stranger_loss(model, batch)), settings)
+    step = TrainStep(stranger(), lambda model, batch: Doubled.apply(stranger_loss(model, batch)), settings)
     for _ in range(3):
         step(language_batch())
     norms = [m.norm for m in step.metrics()]
     assert norms[0] == norms[1] == norms[2]
 
 
-def test_a_buffer_that_the_model_writes_is_refused_in_bf16():
+@pytest.mark.parametrize("capture", [Recorder(), False])
+def test_a_buffer_that_the_model_writes_is_refused_in_bf16(capture):
     class Running(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -240,6 +236,9 @@ def test_a_buffer_that_the_model_writes_is_refused_in_bf16():
     def loss(model, batch):
         return model.norm(model.linear(batch)).square().mean()
 
-    step = TrainStep(Running(), loss, capture=Recorder(), precision="bf16")
+    step = TrainStep(Running(), loss, capture=capture, precision="bf16")
+    before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
     with pytest.raises(UnsupportedError, match=r"BatchNorm1d\.running_mean.*bf16-autocast"):
         step(torch.randn(8, 4))
+    assert step.taken == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items())

@@ -9,25 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
+from engine.helpers import LANGUAGE, SETTINGS, language_batch, strange_step, stranger, stranger_loss
 from engine.recorder import Recorder
 from ridgeline.engine import TrainStep
 from ridgeline.engine.slots import ALIGN
 from ridgeline.engine.step import MAX_SHAPES
-from ridgeline.errors import ConfigError, RidgelineError, UnsupportedError
+from ridgeline.errors import ConfigError, OutOfMemoryError, RidgelineError, UnsupportedError
 from ridgeline.models import build
 from ridgeline.optim import OptimizerConfig, build_adamw
-
-SETTINGS = OptimizerConfig(lr=1e-2, clip=0.5)
-
-
-def stranger() -> Stranger:
-    torch.manual_seed(1)
-    return Stranger()
-
-
-def strange_step(**rest) -> TrainStep:
-    return TrainStep(stranger(), stranger_loss, SETTINGS, **{"precision": "fp32", **rest})
 
 
 def test_trains_as_a_pytorch_loop_does():
@@ -89,22 +78,43 @@ def test_a_part_without_any_target_counts_for_nothing():
     assert not step.metrics()[0].skipped
 
 
-def test_resuming_in_the_middle_changes_nothing():
-    straight = TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, steps=12, precision="bf16")
-    first = TrainStep(build(LANGUAGE, impl="reference", seed=3), optimizer=SETTINGS, steps=12, precision="bf16")
-    for i in range(12):
-        straight(language_batch(i))
-    for i in range(5):
-        first(language_batch(i))
-    weights, state = first.model.state_dict(), first.state_dict()
-    model = build(LANGUAGE, impl="reference", seed=99)
-    second = TrainStep(model, optimizer=SETTINGS, steps=12, precision="bf16", capture=Recorder())
-    model.load_state_dict(weights)
-    second.load_state_dict(state)
-    for i in range(5, 12):
-        second(language_batch(i))
-    assert torch.equal(straight.flat.masters, second.flat.masters)
-    assert [m.loss for m in second.metrics(5)] == [m.loss for m in straight.metrics(5)]
+def test_a_batch_that_a_model_made_brings_no_graph_along():
+    step = TrainStep(nn.Linear(3, 1), lambda model, x: model(x).square().mean(), precision="fp32")
+    maker = nn.Linear(3, 3)
+    for _ in range(2):
+        step(maker(torch.randn(4, 3)))
+    assert not any(tensor.requires_grad for tensor in step._last.feed.static)
+
+
+def test_a_model_that_was_changed_is_noticed():
+    step = strange_step(capture=Recorder())
+    step(language_batch())
+    step.check()
+    step.model.attn.weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"attn\.weight was added, frozen or thawed"):
+        step.check()
+    step = strange_step(capture=False)
+    step(language_batch())
+    step.model.ln.weight = nn.Parameter(torch.zeros(16))
+    with pytest.raises(ConfigError, match=r"LayerNorm\.weight was replaced"):
+        step(language_batch())
+    assert not step.model.ln.weight.any()
+
+
+@pytest.mark.parametrize("settings", [{"capture": False}, {"capture": Recorder()}])
+def test_a_batch_that_finds_no_memory_says_what_needs_how_much(settings):
+    def loss(model, batch):
+        return stranger_loss(model, batch) + torch.zeros(10**14 if len(batch["tokens"]) > 4 else 1).sum()
+
+    step = TrainStep(stranger(), loss, precision="fp32", **settings)
+    step(language_batch())
+    before = step.flat.masters.clone()
+    told = r"out of memory on a batch of \(8, 8\) int64.*GiB the step keeps master weights 0\.00, .*lower the batch"
+    with pytest.raises(OutOfMemoryError, match=told):
+        step(language_batch(batch=8))
+    assert torch.equal(step.flat.masters, before)
+    step(language_batch())
+    assert step.taken == 2
 
 
 def test_a_new_shape_is_a_new_program_and_says_so(caplog):
@@ -211,7 +221,10 @@ def test_the_users_product_precision_is_left_alone():
     [
         (lambda: strange_step(precision="bf61"), "unknown precision 'bf61'; did you mean bf16"),
         (lambda: strange_step(capture=True), "capture=False"),
-        (lambda: strange_step(accumulate=0), "accumulate"),
+        (lambda: strange_step(accumulate=0), r"integers of at least 1, got \(0, 1, 20\)"),
+        (lambda: strange_step(lanes=1.5), r"integers of at least 1, got \(1, 1\.5, 20\)"),
+        (lambda: strange_step(weight=3), "weight must be a function of a part of a batch, got 3"),
+        (lambda: strange_step(weight=lambda part: 1.0, lanes=2)(language_batch()), "return a scalar tensor; got float"),
         (lambda: strange_step(compile="fastest"), r"torch\.compile: Unrecognized mode=fastest"),
         (lambda: TrainStep(nn.Linear(2, 2)), r"no method loss\(batch, dropout\)"),
         (lambda: TrainStep(nn.Linear), r"must be an nn\.Module, got <class"),

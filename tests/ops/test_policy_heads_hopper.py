@@ -140,8 +140,8 @@ def test_compiles_for_hopper_in_registers(place: HeadPlace, tmp_path: Path, monk
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
     cubin = cuda.build(hopper.SOURCE, hopper.defines(HAL, place, torch.bfloat16, torch.int64))
     usage = cubin.resources()["head"]
-    assert usage.spill_loads <= 176  # a few scalars that outlive a tile
-    assert "C7510" not in cubin.log  # wgmma serialised
+    assert usage.spill_loads == 0
+    assert "C7510" not in cubin.log and "C7515" not in cubin.log  # wgmma serialised
     assert hopper.smem(place) <= hopper.SMEM_LIMIT
     assert hopper.unfit(HAL, torch.bfloat16) is None
 

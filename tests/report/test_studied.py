@@ -23,7 +23,7 @@ def study(target: float | None = None, gpus: int = 1, steps: int = 1200, names: 
         for row in rows[1:]:
             row |= {"reached": 2, "target_steps": None, "target_s": None, "target_spread_s": None}
     curves = [
-        {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5]},
+        {"figure": "loss", "name": "a", "x": [1, 2], "y": [2.0, 1.5], "seconds": [0.1, 0.2]},
         {"figure": "standings", "name": "standings", "rows": rows},
         {"figure": "setting", "name": "setting", "seeds": 3, "target": target, "steps": {"a": steps}},
     ]
@@ -50,7 +50,10 @@ def test_a_comparison_and_a_recipe_are_told_apart():
     pair = study(1.5, names="ab")
     assert "held 1.5 |" in studied.confirmed([pair, *both])
     assert studied.recipe([pair, *both]) == text
-    assert set(studied.pictures([pair, *both])) == {"comparison", "recipe", "confirmed"}
+    pictures = studied.pictures([pair, *both])
+    assert {name: section.key for name, section in pictures.items()} == {
+        "comparison": "loss-0", "recipe": "loss-0", "confirmed": "loss-0-seconds"
+    }  # fmt: skip
     assert studied.confirmed(both) == studied.MISSING
     assert studied.comparison([study(gpus=0)]) == studied.recipe([study()]) == studied.MISSING
 

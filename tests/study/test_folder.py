@@ -53,7 +53,7 @@ def test_no_two_times_share_a_checkpoint() -> None:
     assert checkpoint_name(5.0) == "at-000005.0s"
 
 
-@pytest.mark.parametrize("content", ["[]", "3", "{"])
+@pytest.mark.parametrize("content", ["[]", "3", "{", "[" * 100_000], ids=["a list", "a number", "torn", "deep"])
 def test_a_plan_that_is_none_is_told(tmp_path: Path, content: str) -> None:
     (tmp_path / "plan.json").write_text(content)
     with pytest.raises(ConfigError, match=r"plan\.json is damaged"):
@@ -62,7 +62,7 @@ def test_a_plan_that_is_none_is_told(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("target", [float("nan"), -1.0, 0.0, float("inf")])
 def test_a_target_that_cannot_be(target: float) -> None:
-    with pytest.raises(ConfigError, match="the target must be a loss above 0"):
+    with pytest.raises(ConfigError, match="the target must be a finite loss above 0"):
         Plan(configs={}, rates=(1e-3,), target=target)
 
 
@@ -113,7 +113,10 @@ def test_a_file_is_whole_or_told(tmp_path: Path) -> None:
     ("line", "sentence"),
     [
         ("compare gpt2-c256 fast-c256 --steps 2 --data words.txt --out words.txt", "exists and holds no study"),
-        ("compare gpt2-c256 fast-c256 --steps 2 --data words.txt --target nan", "the target must be a loss above 0"),
+        (
+            "compare gpt2-c256 fast-c256 --steps 2 --data words.txt --target nan",
+            "the target must be a finite loss above 0",
+        ),
         ("search --base gpt2-c256 --data words.txt --out words.txt", "exists and holds no search"),
         ("search --base gpt2-c256 --data words.txt --out .", "exists and holds no search"),
         ("search --base gpt2-c256 --data words.txt --out words.txt/a", "cannot write to the run's folder"),

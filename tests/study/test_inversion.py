@@ -50,6 +50,9 @@ class Fake:
         ms = self.left.pop(0)
         return {"times_ms": [0.9 * ms, ms, ms, ms, 3 * ms]}
 
+    def dismiss(self) -> None:
+        self.log.append(f"dismiss {self.name}")
+
     def close(self) -> None:
         self.log.append(f"close {self.name}")
 
@@ -71,8 +74,8 @@ def measure() -> Inversion:
 def test_all_are_built_then_take_turns_forwards_and_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     log = timed(monkeypatch, [8.0] * 4, [10.0] * 4)
     result = measure()
-    built, closed = ([f"{what} {name}" for name in NAMES] for what in ("build", "close"))
-    assert log == [*built, *NAMES, *NAMES[::-1], *NAMES, *NAMES[::-1], *closed]
+    built, told, closed = ([f"{what} {name}" for name in NAMES] for what in ("build", "dismiss", "close"))
+    assert log == [*built, *NAMES, *NAMES[::-1], *NAMES, *NAMES[::-1], *told, *closed]
     asked, other = result.answers
     assert (asked.eager, asked.compiled, asked.way) == ("fast-c256", "gpt2-c256", "compile")
     assert (asked.inverted, asked.ratio) == (True, pytest.approx(1.25))

@@ -21,7 +21,7 @@ def test_goals() -> None:
     assert Goal.parse("ko") == Goal(kind="ko")
     assert Goal(kind="loss", value=2.0).short_of(2.5) == pytest.approx(0.25)
     assert Goal(kind="ko", value=0.8).short_of(0.6) == pytest.approx(0.25)
-    for wrong in ("ko=1.5", "loss=-1", "loss=low", "wins=0.5", "loss="):
+    for wrong in ("ko=1.5", "loss=-1", "loss=low", "wins=0.5", "loss=", "loss=inf", "loss=nan"):
         with pytest.raises(ConfigError):
             Goal.parse(wrong)
 

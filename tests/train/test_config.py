@@ -23,6 +23,7 @@ from ridgeline.train.settings import from_dict, override, read_toml, to_dict, to
         ({"minutes": 1.0}, "exactly one of steps, tokens and minutes, got steps, minutes"),
         ({"steps": 0}, "steps must be positive"),
         ({"steps": None, "minutes": math.nan}, "minutes must be positive"),
+        ({"steps": None, "minutes": math.inf}, "minutes must be positive and finite, got inf"),
         ({"precision": "bf61"}, "unknown precision 'bf61'; did you mean bf16"),
         ({"engine": "eagre"}, "unknown engine 'eagre'; did you mean eager"),
         ({"track": ("tensorbord",)}, "unknown tracker 'tensorbord'; did you mean tensorboard"),
@@ -128,6 +129,7 @@ def test_files_that_are_no_settings(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_toml(tmp_path / "none.toml")
     file = tmp_path / "broken.toml"
-    file.write_text("batch = = 3")
-    with pytest.raises(ConfigError, match="is not TOML"):
-        read_toml(file)
+    for broken in ("batch = = 3", f"batch = {'[' * 10_000}"):
+        file.write_text(broken)
+        with pytest.raises(ConfigError, match="is not TOML"):
+            read_toml(file)

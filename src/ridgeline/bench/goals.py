@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline import files
 from ridgeline.bench.ratios import SUBJECT, deciding, over_pytorch
 from ridgeline.errors import ConfigError, RidgelineError
 from ridgeline.records import ContenderResult, Record, WorkloadInfo, read_record
@@ -73,9 +74,9 @@ def read_goals(file: str | Path) -> list[Goal]:
         ConfigError: the file or an entry cannot be read.
     """
     try:
-        entries = tomllib.loads(Path(file).read_text(encoding="utf-8"))["goal"]
+        entries = files.parsed(Path(file).read_text(encoding="utf-8"), tomllib.loads)["goal"]
         return [Goal(**entry) for entry in entries]
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{file} holds no goals that can be read: {error}") from error
 
 

@@ -20,7 +20,7 @@ from ridgeline.bench.circumstances import git_revision, versions
 from ridgeline.bench.contenders import find_contender
 from ridgeline.bench.nvml import Clocks, Monitor, course, merged, monitor
 from ridgeline.bench.plan import CPU_PLAN, Plan
-from ridgeline.bench.processes import Team
+from ridgeline.bench.processes import Team, close_all
 from ridgeline.bench.timing import summarise
 from ridgeline.bench.workloads import Workload
 from ridgeline.cost import Utilisation, floor_of, step_utilisation, table_rates
@@ -67,8 +67,7 @@ class _Bench:
                 keep()
             return [*(team.name for team in crowded), *late]
         finally:
-            for team in teams:
-                team.close()
+            close_all(teams)
 
     def _start(self, names: Sequence[str], teams: list[Team]) -> list[str]:
         """Starts the contenders, into `teams`, and says which of them the group has no time for."""

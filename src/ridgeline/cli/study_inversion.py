@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
     a, b = (workload(name, batch=batch, context=context, precision=precision) for name in options.models)
     check_place(options.out)
     # a step that waits for the host is never steady enough to end a warm-up by itself
-    plan = CPU_PLAN if cpu else Plan(rounds=8, warm_s=3)
+    plan = CPU_PLAN if cpu else Plan(rounds=6, warm_s=2)
     said = Console(stderr=True)
     result = inversion(a, b, device, plan, lambda line: said.print(line, highlight=False))
     file = keep_record(result.record, options.out)

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import ridgeline
+from ridgeline import files
 from ridgeline.checkpoint import sha256
 from ridgeline.errors import DataError, reason
 
@@ -186,7 +187,7 @@ def vouched(folder: Path) -> Iterator[None]:
 def _read_meta(folder: Path) -> dict[str, Any]:
     file = folder / META
     try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
+        meta = files.parsed(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(f"{folder} is no data set ({META} is missing); prepare it with `ridgeline data`") from error
     except (OSError, ValueError) as error:

@@ -110,6 +110,7 @@ class Feed:
     def draw(self, seed_step: Tensor) -> None:
         """The first call of a step's program: nothing, where `load` has brought the batch."""
 
+    @torch.no_grad()  # a batch that a model has made must not bring its graph along
     def load(self, leaves: list[Tensor]) -> None:
         """Makes `leaves` the batch of the next step. Asynchronous on CUDA; see the class for the contract."""
         if self.device.type == "cpu" or all(leaf.device == self.device for leaf in leaves):

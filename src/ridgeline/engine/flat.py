@@ -91,6 +91,7 @@ class FlatParameters:
         self.device = _check(named)
         self.compute = compute
         trainable = [(name, p) for name, p in named if p.requires_grad]
+        self._model, self._learns = model, {id(p): p.requires_grad for _, p in named}
         by_name = dict(trainable)
         for name in orthogonal:
             if name not in by_name or by_name[name].dim() != 2:
@@ -144,15 +145,29 @@ class FlatParameters:
         for source, copy in self._fixed:
             copy.copy_(source)
 
+    @property
+    def has_fixed_copies(self) -> bool:
+        """Whether the model computes with copies of frozen parameters or buffers."""
+        return bool(self._fixed)
+
     def check_views(self) -> None:
-        """Raises ConfigError if something has replaced a parameter or moved it out of the flat buffer."""
+        """That the model's parameters are those that the buffers were made for, and lie in them.
+
+        Raises:
+            ConfigError: one was replaced, moved, added, frozen or thawed.
+        """
         low, high = self.masters.data_ptr(), self.masters.data_ptr() + 4 * self.size
         for module, name, at_rest, _ in self._sites:
-            trained = isinstance(at_rest, nn.Parameter) and at_rest.requires_grad
+            trained = self._learns.get(id(at_rest), False)
             if getattr(module, name) is not at_rest or (trained and not low <= at_rest.data_ptr() < high):
                 raise ConfigError(
                     f"{type(module).__name__}.{name} was replaced or moved after the step was built; move and convert "
                     "the model first, and load weights with load_state_dict(…, assign=False)"
+                )
+        for name, parameter in self._model.named_parameters():
+            if self._learns.get(id(parameter)) != parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter {name} was added, frozen or thawed after the step was built; build it anew"
                 )
 
     @contextlib.contextmanager
@@ -190,11 +205,11 @@ class FlatParameters:
             return {slot.name: slot.of(flat, self.start) for slot in self.slots if slot.offset >= self.start}
         return {slot.name: slot.of(flat) for slot in self.slots}
 
-    def load(self, flat: Tensor, named: dict[str, Tensor], what: str) -> None:
-        """Copies tensors by name into a buffer of this layout.
+    def demand(self, flat: Tensor, named: dict[str, Tensor], what: str) -> None:
+        """Tensors by name fit into a buffer of this layout.
 
         Raises:
-            CheckpointError: a name is missing or too many, or a shape differs; then nothing has been copied.
+            CheckpointError: a name is missing or too many, or a shape differs.
         """
         views = self.views(flat)
         if views.keys() != named.keys():
@@ -205,5 +220,8 @@ class FlatParameters:
                 raise CheckpointError(
                     f"{what} of {name} has shape {tuple(named[name].shape)}, the model wants {tuple(view.shape)}"
                 )
-        for name, view in views.items():
+
+    def load(self, flat: Tensor, named: dict[str, Tensor]) -> None:
+        """Copies tensors by name, which `demand` has passed, into a buffer of this layout."""
+        for name, view in self.views(flat).items():
             view.copy_(named[name])

@@ -29,7 +29,7 @@ from ridgeline.optim import OptimizerConfig
 LossCall = Callable[[Any, DropoutState], Tensor]
 
 
-def demand(model: object, loss: object, optimizer: object) -> None:
+def demand(model: object, loss: object, optimizer: object, weight: object) -> None:
     """What a step is made of is of the right kind.
 
     Raises:
@@ -43,6 +43,20 @@ def demand(model: object, loss: object, optimizer: object) -> None:
         raise ConfigError(f"loss must be a function of the model and a batch, got {loss!r}")
     if not isinstance(optimizer, OptimizerConfig | None):
         raise ConfigError(f"optimizer must be an OptimizerConfig, got {type(optimizer).__name__}")
+    if weight is not None and not callable(weight):
+        raise ConfigError(f"weight must be a function of a part of a batch, got {weight!r}")
+
+
+def _scalar(value: object, what: str) -> Tensor:
+    """What a user's function gave, if it is one real number in a tensor.
+
+    Raises:
+        ConfigError: it is something else; `what` says what it ought to be.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.view(())
+    got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise ConfigError(f"{what}; got {got}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,16 +169,13 @@ class Passes:
         dropout = DropoutState(self.seed_step, (self.cut.rank * pieces + number) * samples)
         with self.flat.swapped(lane), self.precision.products(), torch.enable_grad():
             with self.precision.forward(self.flat.device):
-                loss = self.loss(piece, dropout)
-            if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-                got = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-                raise ConfigError(f"the loss must be a scalar tensor, a mean over the samples; got {got}")
+                loss = _scalar(self.loss(piece, dropout), "the loss must be a scalar tensor, a mean over the samples")
             if not loss.requires_grad:
                 raise ConfigError(
                     "the loss has no gradient: it was detached, computed under no_grad, or comes from no weight that "
                     "trains"
                 )
-            target = self._weighted(loss.float().view(()), piece, part, lane)
+            target = self._weighted(loss.float(), piece, part, lane)
             return target * self.loss_scale.view(()) if self.precision.scaled else target
 
     def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int) -> Tensor:
@@ -175,7 +186,7 @@ class Passes:
             self.whole = loss.detach().view(1)
             return loss
         if self.cut.weight is not None:
-            share = self.cut.weight(piece).float() * share
+            share = _scalar(self.cut.weight(piece), "weight must return a scalar tensor").float() * share
         target = loss * share if isinstance(share, Tensor) or share != 1.0 else loss
         with torch.no_grad():
             noted = target.detach().view(1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -22,13 +21,14 @@ from ridgeline.engine.diagnose import first_bad
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.feed import DrawnFeed, Feed, Signature, Source, signature, tensors_of
 from ridgeline.engine.flat import FlatParameters
+from ridgeline.engine.memory import enough, kept
 from ridgeline.engine.passes import Cut, Passes, demand
 from ridgeline.engine.phases import END, Marks, measure, no_mark
 from ridgeline.engine.precision import find_precision
 from ridgeline.engine.reduction import Reduction
 from ridgeline.engine.slots import Decays, matrices_decay
 from ridgeline.engine.update import LossScale, StepMetrics, Update
-from ridgeline.errors import ConfigError, DivergedError, OutOfMemoryError, RidgelineError, UnsupportedError
+from ridgeline.errors import ConfigError, DivergedError, RidgelineError, UnsupportedError
 from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig, hidden_matrices
@@ -36,7 +36,6 @@ from ridgeline.optim import OptimizerConfig, hidden_matrices
 log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
-GIB = 2**30
 MAX_SHAPES = 8  # captured batch shapes; a loop with more of them should pad
 
 
@@ -63,7 +62,8 @@ class TrainStep:
     """Trains a module step by step; owns the flat weights, the optimiser, the counters and the captured graphs.
 
     Between steps the module is as it always was: fp32 parameters under their own names, with the state of the last
-    finished step. `step(batch)` returns at once on CUDA.
+    finished step. `step(batch)` returns at once on CUDA. Whoever changes weights in place, otherwise than by
+    `load_state_dict`, calls `flat.refresh()`; which parameters learn is settled when the step is built.
 
     Args:
         model: any module with fp32 parameters on one device. Move it before, not after.
@@ -114,9 +114,10 @@ class TrainStep:
         prefetch: bool = True,
         bad_steps: int = 20,
     ) -> None:
-        if min(accumulate, lanes, bad_steps) < 1:
-            raise ConfigError(f"accumulate, lanes and bad_steps must be at least 1, got {accumulate, lanes, bad_steps}")
-        demand(model, loss, optimizer)
+        counts = (accumulate, lanes, bad_steps)
+        if not all(isinstance(count, int) and count >= 1 for count in counts):
+            raise ConfigError(f"accumulate, lanes and bad_steps must be integers of at least 1, got {counts}")
+        demand(model, loss, optimizer, weight)
         optimizer = optimizer or OptimizerConfig()
         self.model, self.bad_steps, self._prefetch = model, bad_steps, prefetch
         self.precision = find_precision(precision)
@@ -206,20 +207,16 @@ class TrainStep:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
         self.flat.check_views()
         try:
-            return self._make(leaves, spec, source)
+            with self._enough(shapes):
+                return self._make(leaves, spec, source, shapes)
         except RidgelineError:
             raise
-        except torch.OutOfMemoryError as error:
-            message = self._no_memory(shapes, error)
-            traceback.clear_frames(error.__traceback__)  # which hold the pass's activations
-            torch.cuda.empty_cache()
-            raise OutOfMemoryError(message) from error
         except Exception as error:
             if self._capture is None:
                 raise
             raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
 
-    def _make(self, leaves: list[Tensor], spec: Any, source: Source | None) -> _Prepared:
+    def _make(self, leaves: list[Tensor], spec: Any, source: Source | None, shapes: str) -> _Prepared:
         if source is not None:
             feed: Feed = DrawnFeed(source, self.device)
         else:
@@ -227,7 +224,15 @@ class TrainStep:
         reduction = Reduction(self.replicas, self.flat) if self.replicas.world > 1 else None
         program = self._program(feed, reduction)
         if self._capture is None:
-            return _Prepared(feed, reduction, program)
+            if self.flat.has_fixed_copies:
+                self._try_forward(feed, leaves)
+
+            def run() -> None:
+                self.flat.check_views()
+                with self._enough(shapes):
+                    program()
+
+            return _Prepared(feed, reduction, run)
         feed.load(leaves)
         with self._undone():
             if isinstance(self._capture, CudaCapture):
@@ -238,17 +243,19 @@ class TrainStep:
             with self._high_water():
                 return _Prepared(feed, reduction, self._capture(program))
 
-    def _no_memory(self, shapes: str, error: BaseException) -> str:
-        """What needs how much, for a batch that found no memory."""
-        sizes = {name: size for name, size in self.memory().items() if size and not name.startswith("activations")}
-        kept = ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items())
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        peak = torch.cuda.max_memory_allocated(self.device)
-        return (
-            f"out of memory on a batch of {shapes}: of the card's {total / GIB:.1f} GiB the step keeps {kept}, and "
-            f"with its activations and workspace held {peak / GIB:.1f} when it found no more "
-            f"({str(error).strip().splitlines()[0]}); lower the batch or raise accumulate"
-        )
+    def _try_forward(self, feed: Feed, leaves: list[Tensor]) -> None:
+        """Finds buffers that the model writes, where no warm-up does, before a step is taken."""
+        feed.load(leaves)
+        with self._undone():
+            feed.draw(self.passes.seed_step)
+            self.passes.forward(feed, 0, 0)
+        self._refuse_written_buffers()
+
+    def _kept(self) -> dict[str, int]:
+        return kept(self.flat, self.update, [prepared.feed for prepared in self._shapes.values()])
+
+    def _enough(self, shapes: str) -> contextlib.AbstractContextManager[None]:
+        return enough(shapes, self.device, self._kept)
 
     @contextlib.contextmanager
     def _high_water(self) -> Iterator[None]:
@@ -267,16 +274,7 @@ class TrainStep:
 
         "activations and workspace" is the high-water mark inside the captured step, 0 where nothing is captured.
         """
-        flat, update = self.flat, self.update
-        buffers = {
-            "master weights": [flat.masters],
-            "weight copies": [] if flat.copies is flat.masters else [flat.copies],
-            "gradients": [tensor for lane in flat.lanes for tensor in lane.buffers()],
-            "optimiser moments": [update.first, update.second, *update.workspace()],
-            "batches": [tensor for prepared in self._shapes.values() for tensor in prepared.feed.buffers()],
-        }
-        sizes = {name: sum(t.numel() * t.element_size() for t in tensors) for name, tensors in buffers.items()}
-        return {**sizes, "activations and workspace": self._activations}
+        return {**self._kept(), "activations and workspace": self._activations}
 
     def _refuse_written_buffers(self) -> None:
         written = self.flat.written_buffers()
@@ -363,8 +361,11 @@ class TrainStep:
         """Stops a run that no longer trains. Waits for the device.
 
         Raises:
+            ConfigError: a parameter was replaced, moved, added, frozen or thawed, of which a captured step knows
+                nothing; one that is not captured says so at once.
             DivergedError: the last `bad_steps` steps were all skipped; names the step and the first bad tensor.
         """
+        self.flat.check_views()
         in_a_row = int(self.update.skipped[1])
         if in_a_row >= self.bad_steps:
             raise DivergedError(

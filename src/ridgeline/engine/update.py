@@ -240,17 +240,17 @@ class Update:
         return [StepMetrics(step, loss, norm, lr, bool(skipped)) for step, (loss, norm, lr, skipped) in rows]
 
     def _counters(self) -> dict[str, Tensor]:
-        return {
-            "applied": self.applied,
-            "seed_step": self.seed_step,
-            "skipped": self.skipped,
-            "loss_scale": self.loss_scale,
-            "growth": self._growth,
-        }
+        return {"applied": self.applied, "seed_step": self.seed_step, "skipped": self.skipped}
+
+    def _scaling(self) -> dict[str, Tensor]:
+        return {"loss_scale": self.loss_scale, "growth": self._growth} if self.scale else {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Moments by parameter name and the counters: independent of how the buffers are laid out."""
-        state = self._counters()
+        """Moments by parameter name, the counters, and the loss scale where there is one.
+
+        It does not depend on how the buffers are laid out.
+        """
+        state = self._counters() | self._scaling()
         for kind, flat in (("first", self.first), ("second", self.second)):
             state |= {f"{kind}.{name}": view for name, view in self.flat.views(flat).items()}
         return {name: tensor.detach().clone() for name, tensor in state.items()}
@@ -259,17 +259,33 @@ class Update:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes up what `state_dict` gave. Moments may be missing where no update was applied yet: they are zero.
 
+        A loss scale begins anew where the state is of a run without one, and is left where this run has none.
+
         Raises:
-            CheckpointError: it belongs to another model.
+            CheckpointError: it belongs to another model; then nothing has changed.
         """
-        missing = [name for name in self._counters() if name not in state]
+        counters = self._counters()
+        missing = [name for name in counters if name not in state]
         if missing:
             raise CheckpointError(f"the optimiser state lacks {', '.join(missing)}")
-        for kind, flat in (("first", self.first), ("second", self.second)):
-            named = {name[len(kind) + 1 :]: value for name, value in state.items() if name.startswith(f"{kind}.")}
-            if named or int(state["applied"]):
-                self.flat.load(flat, named, f"the optimiser's {kind} moment")
-            else:
-                flat.zero_()
-        for name, tensor in self._counters().items():
+        scaling = {name: tensor for name, tensor in self._scaling().items() if name in state}
+        for name, tensor in (counters | scaling).items():
+            if state[name].numel() != tensor.numel():
+                raise CheckpointError(
+                    f"{name} of the optimiser state has {state[name].numel()} numbers, not {len(tensor)}"
+                )
+        moments = {"first": self.first, "second": self.second}
+        named = {
+            kind: {name[len(kind) + 1 :]: value for name, value in state.items() if name.startswith(f"{kind}.")}
+            for kind in moments
+        }
+        loaded = [kind for kind in moments if named[kind] or int(state["applied"])]
+        for kind in loaded:
+            self.flat.demand(moments[kind], named[kind], f"the optimiser's {kind} moment")
+        for kind, flat in moments.items():
+            self.flat.load(flat, named[kind]) if kind in loaded else flat.zero_()
+        if self.scale is not None:
+            self.loss_scale.fill_(self.scale.start)
+            self._growth.zero_()
+        for name, tensor in (counters | scaling).items():
             tensor.copy_(state[name].view_as(tensor))

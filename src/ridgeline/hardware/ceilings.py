@@ -67,7 +67,7 @@ def _stored() -> dict[str, Ceilings]:
     if not path.exists():
         return {}
     try:
-        return {card: Ceilings(**entry) for card, entry in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {card: Ceilings(**entry) for card, entry in files.parsed(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UnsupportedError(
             f"{path} is not a list of ceilings ({reason(error)}); delete it and measure again"

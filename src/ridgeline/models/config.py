@@ -78,7 +78,7 @@ class DecoderConfig:
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout must be in [0, 1), got {self.dropout}")
         if not 0 < self.norm_eps < math.inf:
-            raise ConfigError(f"norm_eps must be positive, got {self.norm_eps}")
+            raise ConfigError(f"norm_eps must be positive and finite, got {self.norm_eps}")
         if self.positions != "none" and self.context > self.table_rows:
             raise ConfigError(
                 f"context={self.context} is longer than position_table={self.table_rows}; raise position_table "

@@ -45,7 +45,7 @@ class OptimizerConfig:
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"optimizer.momentum must be in [0, 1), got {self.momentum}")
         if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ConfigError(f"optimizer.lr must be positive, got {self.lr}")
+            raise ConfigError(f"optimizer.lr must be positive and finite, got {self.lr}")
         if not 0 <= self.floor <= self.lr:
             raise ConfigError(f"optimizer.floor must be between 0 and lr={self.lr}, got {self.floor}")
         if self.warmup < 0:
@@ -55,9 +55,9 @@ class OptimizerConfig:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
         if not 0 < self.eps < math.inf:
-            raise ConfigError(f"optimizer.eps must be positive, got {self.eps}")
+            raise ConfigError(f"optimizer.eps must be positive and finite, got {self.eps}")
         if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"optimizer.weight_decay must be 0 or more, got {self.weight_decay}")
+            raise ConfigError(f"optimizer.weight_decay must be 0 or more and finite, got {self.weight_decay}")
         if not self.clip >= 0:
             raise ConfigError(f"optimizer.clip must be 0 or more, got {self.clip}")
 

@@ -112,7 +112,7 @@ def play_matches(
     if consoles < 1:
         raise ConfigError(f"consoles must be at least 1, got {consoles}")
     if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+        raise ConfigError(f"temperature must be 0 or more and finite, got {temperature}")
     if not 0 <= seed < 2**63:
         raise ConfigError(f"seed must be in [0, 2^63), got {seed}")
     encoding = encoding_of(player.features)

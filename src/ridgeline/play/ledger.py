@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ridgeline import files
 from ridgeline.errors import RidgelineError
 from ridgeline.models.reader import read
 from ridgeline.play.rollout import GameResult
@@ -53,9 +54,9 @@ class Ledger:
             if not whole and _cut_off(line):
                 break
             try:
-                values = json.loads(line)
+                values = files.parsed(line)
                 result = read(GameResult, {name: values.pop(name) for name in _RESULT & values.keys()})
-            except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            except (ValueError, TypeError, AttributeError) as error:
                 where = f"line {self._lines + 1} of {self.file}"
                 raise RidgelineError(f"{where} is no game ({error}); choose another file") from error
             if not whole:
@@ -102,7 +103,7 @@ def _cut_off(line: bytes) -> bool:
     if not line.startswith(b'{"'):
         return False
     try:
-        json.loads(line)
+        files.parsed(line)
     except ValueError:
         return True
     return False

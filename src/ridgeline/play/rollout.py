@@ -90,7 +90,7 @@ def check_temperature(temperature: float) -> None:
         ConfigError: negative or not finite.
     """
     if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+        raise ConfigError(f"temperature must be 0 or more and finite, got {temperature}")
 
 
 class Seat:

@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ridgeline import files
 from ridgeline.errors import ConfigError, nearest
 from ridgeline.models import DecoderConfig
 from ridgeline.presets.boxing import boxing, boxing_fast
@@ -73,8 +74,8 @@ def _nested(change: str, name: str) -> dict[str, Any]:
         raise ConfigError(f"{change!r} in {name} is no change; write it as +setting=value, such as +norm=rmsnorm")
     path = f"model.decoder.{key}" if key in DECODER else key
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        value: Any = files.parsed(f"value = {text}", tomllib.loads)["value"]
+    except ValueError:
         value = text  # a word
     for part in reversed(path.split(".")):
         value = {part: value}

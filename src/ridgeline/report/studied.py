@@ -230,15 +230,15 @@ def long_windows(records: Sequence[Record]) -> str:
 def pictures(records: Sequence[Record]) -> dict[str, Section]:
     """Sections whose charts the documents show, by name: the comparison's losses, the norms' curves."""
     wanted = {
-        "comparison": (next(iter(_studies(records, "models")), None), "loss"),
-        "recipe": (next(iter(_studies(records, "recipes")), None), "loss"),
-        "confirmed": (next(iter(_studies(records, "pair")), None), "loss"),
-        "divergence": (_diverging(records), "training"),
+        "comparison": (next(iter(_studies(records, "models")), None), "loss-0"),
+        "recipe": (next(iter(_studies(records, "recipes")), None), "loss-0"),
+        "confirmed": (next(iter(_studies(records, "pair")), None), "loss-0-seconds"),
+        "divergence": (_diverging(records), "training-0"),
     }
     found = {}
-    for name, (record, figure) in wanted.items():
+    for name, (record, key) in wanted.items():
         sections = () if record is None else curve_sections(record, 0)
-        section = next((section for section in sections if section.key.startswith(figure)), None)
+        section = next((section for section in sections if section.key == key), None)
         if section is not None:
             found[name] = section
     return found

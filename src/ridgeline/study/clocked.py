@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ridgeline import checkpoint
+from ridgeline import checkpoint, files
 from ridgeline.data.api import load_dataset
 from ridgeline.data.loader import Batches, Validation
 from ridgeline.data.resident import ResidentBatches, fits
@@ -160,7 +160,7 @@ def read_points(folder: Path) -> list[Point]:
     file = folder / POINTS
     try:
         return [read(Point, values) for values in _lines(file)]
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _damaged(file, error) from error
 
 
@@ -178,7 +178,7 @@ def read_machines(folder: Path) -> list[dict[str, Any]]:
         found = list(_lines(file))
         if not all(isinstance(line, dict) and _tells_where(line) for line in found):
             raise ValueError("a line does not say where")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _damaged(file, error) from error
     return found
 
@@ -200,7 +200,7 @@ def _lines(file: Path) -> Iterator[Any]:
     if file.exists():
         for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
-                yield json.loads(line)
+                yield files.parsed(line)
 
 
 def _append(file: Path, line: str) -> None:

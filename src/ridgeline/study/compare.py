@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ridgeline import files
 from ridgeline.data.api import load_dataset
 from ridgeline.data.text import TextData
 from ridgeline.errors import ConfigError
@@ -67,7 +68,7 @@ class Plan:
         if len(set(self.rates)) < len(self.rates):
             raise ConfigError(f"rates must differ, got {list(self.rates)}")
         if self.target is not None and not 0 < self.target < math.inf:
-            raise ConfigError(f"the target must be a loss above 0, got {self.target:g}")
+            raise ConfigError(f"the target must be a finite loss above 0, got {self.target:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +253,7 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
     file, wanted = folder / PLAN, json.loads(json.dumps(plan))  # as a file gives it back
     if file.exists():
         try:
-            kept = json.loads(file.read_text(encoding="utf-8"))
+            kept = files.parsed(file.read_text(encoding="utf-8"))
             if not isinstance(kept, dict):
                 raise ValueError("it is no plan")
         except ValueError as error:

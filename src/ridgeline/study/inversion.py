@@ -20,7 +20,7 @@ import torch
 
 from ridgeline.bench.nvml import Clocks, course, monitor
 from ridgeline.bench.plan import Plan
-from ridgeline.bench.processes import Team
+from ridgeline.bench.processes import Team, close_all
 from ridgeline.bench.run import blank_record, settle, take_turn
 from ridgeline.bench.timing import summarise
 from ridgeline.bench.workloads import Workload
@@ -98,11 +98,12 @@ def inversion(a: Workload, b: Workload, device: torch.device, plan: Plan, told: 
         told(f"building {', '.join(cases)}")
         for name, (case, way) in cases.items():
             teams[name] = Team(case, way, device, plan, 1)
+        began = time.monotonic()
         _built(teams, plan)
+        told(f"built in {time.monotonic() - began:.0f} s")
         turns = _turns(teams, lambda team: take_turn(team, plan, watch, load), plan.rounds, told)
     finally:
-        for team in teams.values():
-            team.close()
+        close_all(teams.values())
     answers = tuple(answer(one.name, other.name, way, turns) for one, other in ((a, b), (b, a)) for way in compiled)
     rows = [dataclasses.asdict(found) | {"inverted": found.inverted} for found in answers]
     curves: list[dict[str, Any]] = [

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from ridgeline import files
 from ridgeline.bench.timing import time_steps, warm_up
 from ridgeline.data.api import load_dataset
 from ridgeline.engine import TrainStep
@@ -63,7 +64,7 @@ def keep_pace(step_s: list[float], file: Path) -> None:
 
 def _read(file: Path) -> list[float] | None:
     try:
-        return [float(value) for value in json.loads(file.read_text(encoding="utf-8"))["step_s"]]
+        return [float(value) for value in files.parsed(file.read_text(encoding="utf-8"))["step_s"]]
     except (OSError, ValueError, TypeError, KeyError):
         return None  # not there, or damaged: it is only a measurement, and is made again
 

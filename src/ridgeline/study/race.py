@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ridgeline import checkpoint
+from ridgeline import checkpoint, files
 from ridgeline.errors import ConfigError
 from ridgeline.games.parallel import run_parallel
 from ridgeline.play import GameResult, load_player
@@ -154,10 +154,10 @@ def open_race(race: Race, folder: Path) -> None:
     file, wanted = folder / RACE, race.to_json()
     if file.exists():
         try:
-            before = json.loads(file.read_text(encoding="utf-8"))
+            before = files.parsed(file.read_text(encoding="utf-8"))
             if not isinstance(before, dict) or not isinstance(before.get("contenders"), dict):
                 raise ValueError("it names no contenders")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise ConfigError(f"{file} is damaged ({error}); choose another --out") from error
         wanted["contenders"] = {**before["contenders"], **wanted["contenders"]}
         same = {name: wanted["contenders"][name] for name in before["contenders"]}

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ridgeline import checkpoint
+from ridgeline import checkpoint, files
 from ridgeline.errors import DivergedError, RidgelineError
 from ridgeline.study.folder import write_whole
 from ridgeline.train import TrainConfig, resume, train
@@ -114,7 +114,7 @@ def _points(folder: Path) -> tuple[Point, ...]:
 
 def _read(file: Path) -> Run:
     try:
-        values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        values: dict[str, Any] = files.parsed(file.read_text(encoding="utf-8"))
         return Run(tuple(Point(**point) for point in values["points"]), values["error"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RidgelineError(f"{file} is no result of a run ({error}); remove its folder and run again") from error

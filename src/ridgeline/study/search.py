@@ -319,6 +319,8 @@ class _Attempt:
             return True
         self.trial.report(quality if goal.kind == "loss" else -quality, len(self.path))
         self._check_time()
+        if goal.value is not None and goal.short_of(quality) <= 0:
+            return False  # whether it is held is told by the next point
         return bool(self.trial.should_prune())
 
     def _check_time(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,9 +24,9 @@ class Goal:
     def __post_init__(self) -> None:
         if self.kind not in ("loss", "ko"):
             raise ConfigError(f"a target is loss, ko, loss=NUMBER or ko=SHARE, got {self.kind!r}")
-        top = math.inf if self.kind == "loss" else 1.0
+        top, limits = (sys.float_info.max, "above 0") if self.kind == "loss" else (1.0, "above 0, at most 1")
         if self.value is not None and not 0 < self.value <= top:
-            raise ConfigError(f"the target {self.kind}={self.value:g} cannot be reached; give a number above 0")
+            raise ConfigError(f"the target {self.kind}={self.value:g} is none; give a finite number {limits}")
 
     @classmethod
     def parse(cls, text: str) -> Goal:

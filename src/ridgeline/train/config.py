@@ -149,7 +149,7 @@ class TrainConfig:
         if len(stops) != 1:
             raise ConfigError(f"set exactly one of steps, tokens and minutes, got {', '.join(stops) or 'none'}")
         if not 0 < getattr(self, stops[0]) < math.inf:
-            raise ConfigError(f"{stops[0]} must be positive, got {getattr(self, stops[0])}")
+            raise ConfigError(f"{stops[0]} must be positive and finite, got {getattr(self, stops[0])}")
         context = self.model.decoder.context
         if self.window.context > context:
             raise ConfigError(

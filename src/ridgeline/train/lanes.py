@@ -93,7 +93,7 @@ def _code() -> str:
 
 def _read(file: Path) -> dict[int, float] | None:
     try:
-        return {int(lanes): float(ms) for lanes, ms in json.loads(file.read_text(encoding="utf-8")).items()} or None
+        return {int(lanes): float(ms) for lanes, ms in files.parsed(file.read_text(encoding="utf-8")).items()} or None
     except (OSError, ValueError, AttributeError, TypeError):
         return None  # not there, or damaged: it is only a measurement, and is made again
 

@@ -133,8 +133,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         if line.endswith(b"\n"):
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = files.parsed(line)
+            except ValueError:
                 record = None
             if not _is_record(record):
                 raise RidgelineError(f"line {number} of {file} is no record of a run; repair the file or move it away")

@@ -68,7 +68,7 @@ def sample(
     if tokens < 1:
         raise ConfigError(f"tokens must be at least 1, got {tokens}")
     if not temperature >= 0:
-        raise ConfigError(f"temperature must be 0 or more, got {temperature}")
+        raise ConfigError(f"temperature must be 0 or more and finite, got {temperature}")
     if top_k < 0:
         raise ConfigError(f"top_k must be 0 (all) or more, got {top_k}")
     if not 0 <= seed < 2**63:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ridgeline import files
 from ridgeline.errors import ConfigError, nearest, reason
 from ridgeline.models.reader import NONE, convert, read
 from ridgeline.train.config import STOPS, TrainConfig
@@ -62,10 +63,10 @@ def read_toml(file: str | Path) -> dict[str, Any]:
         ConfigError: it cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        return files.parsed(Path(file).read_text(encoding="utf-8"), tomllib.loads)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the settings {file} cannot be read ({reason(error)}); give a readable TOML file") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{file} is not TOML: {error}") from error
 
 

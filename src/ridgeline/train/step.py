@@ -190,20 +190,22 @@ class TorchStep:
 
     def state_dict(self) -> dict[str, Tensor]:
         """See Step; the names are those of engine.TrainStep."""
-        scale = self.scaler.state_dict()
-        return {
+        state = {
             **optimizer_tensors(self.optimizer),
             "seed_step": torch.tensor([self.seed, self._taken]),
             "skipped": torch.zeros(2, dtype=torch.int64),
-            "loss_scale": torch.tensor([scale.get("scale", 1.0)]),
-            "growth": torch.tensor([scale.get("_growth_tracker", 0)], dtype=torch.int32),
         }
+        if self.scaler.is_enabled():
+            scale = self.scaler.state_dict()
+            state["loss_scale"] = torch.tensor([scale["scale"]])
+            state["growth"] = torch.tensor([scale["_growth_tracker"]], dtype=torch.int32)
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """See Step."""
         load_optimizer_tensors(self.optimizer, state)
         self._taken = self._checked = int(state["seed_step"][1])
-        if self.scaler.is_enabled():
+        if self.scaler.is_enabled() and "loss_scale" in state:
             saved = {"scale": state["loss_scale"].item(), "_growth_tracker": int(state["growth"])}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ridgeline import files
 from ridgeline.data import shards
 from ridgeline.data.games import COLUMNS
 from ridgeline.errors import DataError
@@ -224,7 +225,7 @@ def _whole_lines(descriptor: int) -> list[tuple[Entry, int]]:
 def _parsed(lines: Iterable[bytes]) -> Iterable[Entry]:
     for line in lines:
         try:
-            yield json.loads(line)
+            yield files.parsed(line)
         except ValueError as error:
             raise DataError(
                 f"the journal of an unfinished preparation is damaged ({error}); delete its folder"

@@ -75,7 +75,7 @@ def load(path: Path = SHIPPED) -> list[Demonstration]:
     try:
         content = lzma.decompress(path.read_bytes())
         size = int.from_bytes(content[:4], "little")
-        header = json.loads(content[4 : 4 + size])
+        header = files.parsed(content[4 : 4 + size])
         if header["format"] != FORMAT or header["schema"] > SCHEMA:
             raise DataError(f"{path} is of format {header['format']} {header['schema']}; upgrade ridgeline")
         if header["schema"] < 1:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ridgeline import files
 from ridgeline.errors import DataError
 from ridgeline.games.boxing.demos import Demonstration, Drift, demonstrate_task, from_json, to_json
 from ridgeline.games.boxing.experts import Expert
@@ -127,8 +128,8 @@ def _read(path: Path) -> _Found:
     games: list[Demonstration] = []
     for number, line in enumerate(lines, start=1):
         try:
-            games.append(from_json(json.loads(line)))
-        except (ValueError, RecursionError, DataError) as error:
+            games.append(from_json(files.parsed(line)))
+        except (ValueError, DataError) as error:
             unended = number == len(lines) and not line.endswith(b"\n") and isinstance(error, ValueError)
             if unended and games and line[: len(BEGINNING)] == BEGINNING[: len(line)]:
                 return _Found(games, content[: -len(line)], True)

@@ -12,14 +12,15 @@ constexpr int ROWS = 64, GROUPS = 2;                     // of a tile; warpgroup
 constexpr int V_COLUMNS = round_up(V, 8), V_DEPTH = round_up(V, 16), E_DEPTH = round_up(E, 16);
 constexpr int SIDE_COLUMNS = round_up(E + 2, 8);         // earlier logits, row mean, 1 / row scale
 constexpr int NARROW = 64;                               // columns of a tile of dl and side
-constexpr int CHUNKS = (INNER + 63) / 64, LAST = INNER - 64 * (CHUNKS - 1);  // of 64 columns; columns of the last
+constexpr int CHUNKS = (INNER + 63) / 64;                // of 64 columns
+constexpr int PIECES = (INNER + 31) / 32;                // of 32 columns: what a warpgroup takes at a time
 static_assert(V_COLUMNS + SIDE_COLUMNS <= NARROW && INNER % 16 == 0, "sizes");
 constexpr int TILE_BYTES = ROWS * 128, DOWN_BYTES = V_DEPTH * 128, B_BYTES = E_DEPTH * 128;
 // dynamic shared memory: p, then v, then q [warpgroup][chunk]; a, likewise; dl | side [warpgroup]; W2 and B [chunk]; s and
-// c of every inner column, side by side; sums of dl, then of losses and valid rows [warp]; barriers
+// c of every inner column, side by side; b2; barriers
 constexpr int A_TILES = GROUPS * CHUNKS * TILE_BYTES, NARROW_TILES = 2 * A_TILES, DOWN = NARROW_TILES + GROUPS * TILE_BYTES;
 constexpr int EARLIER = DOWN + CHUNKS * DOWN_BYTES, VECTORS = EARLIER + CHUNKS * B_BYTES;
-constexpr int SUMS = VECTORS + CHUNKS * 64 * 8, BARRIERS = SUMS + 4 * GROUPS * (V_COLUMNS + 2) * 4;
+constexpr int BIAS = VECTORS + CHUNKS * 64 * 8, BARRIERS = BIAS + V_COLUMNS * 4;
 
 struct Barriers {
   u32 base;
@@ -51,6 +52,7 @@ struct Tiles {
   RL_D explicit Tiles(int group) : tile(blockIdx.x * GROUPS + group) {}
   RL_D bool valid(const Problem& p) const { return tile * ROWS < p.rows; }
   RL_D int row() const { return tile * ROWS; }
+  RL_D int next() const { return (tile + GROUPS * gridDim.x) * ROWS; }
   RL_D void advance() { tile += GROUPS * gridDim.x, ++round; }
 };
 

@@ -29,96 +29,140 @@ RL_D float over_rows(float x) {  // the sum over the eight lanes of a column
   return x + shuffle_xor(x, 16);
 }
 
+// d0 and d1 times d GELU / du at u0 and u1.
+RL_D void multiply_slopes(float& d0, float& d1, float u0, float u1) {
+  if (RL_FP16) {
+    d0 *= gelu_derivative<false>(u0), d1 *= gelu_derivative<false>(u1);
+    return;
+  }
+  u32 gate;
+  const u32 slopes = gelu_derivative_pair<false>(half_pair(u0, u1), gate);
+  d0 *= half_low(slopes), d1 *= half_high(slopes);
+}
+
+// What a tile needs of memory besides p, asked for while the tile before goes forward: nothing there waits for it, where
+// every fence of the way back would. Of the state the first head sums what comes, the others know mean and squares.
+constexpr int STEPS = (WIDTH + 31) / 32, SHARE = (STEPS + PIECES - 1) / PIECES;  // of a row, 8 columns a lane; in a piece
+struct Ahead {
+  int targets[2];
+  float origin[2], total[2], squares[2];         // first head: about the row's first number; else mean (total) and squares
+  u32 heard[E > 0 ? E_DEPTH / 8 : 1][2];
+};
+
 // A thread has rows lane / 4 + 8 h of its warp's sixteen, and columns 8 j + 2 (lane % 4) + e of every 64.
 struct Consumer {
   const Problem& p;
   u32 smem;
   Barriers bar;
   int group, warp, lane, quad;
-  u32 place[4];                       // where this lane's row of four 8 × 8 matrices lies in a tile
+  u32 place[2];                       // where this lane's row of four 8 × 8 matrices lies in a tile
   float mean[2], scale[2];            // of this tile's rows: μ, r
+  int targets[2];
+  Ahead ahead;
   u32 earlier[E > 0 ? E_DEPTH / 16 : 1][4];
-  u32 dl[V_DEPTH / 16][4];
-  u32 slope[INNER / 8][2];
+  u32 dl[V_DEPTH / 16][4];            // times r
+  float classes[V_COLUMNS / 4] = {}, losses = 0.f, counts = 0.f;  // sums over this thread's rows
 
   RL_D Consumer(const Problem& p, u32 smem, Barriers bar, int group, int warp, int lane)
       : p(p), smem(smem), bar(bar), group(group), warp(warp), lane(lane), quad(lane & 3) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
+    for (int j = 0; j < 2; ++j)
       place[j] = swizzle128(16 * warp + (lane & 7) + 8 * (lane >> 3 & 1), 2 * j + (lane >> 4));
-    for (int i = lane; i < V_COLUMNS + 2; i += 32) store_shared_4(sum_at(i), 0);
-    __syncwarp();
   }
-  RL_D u32 sum_at(int i) const { return smem + SUMS + ((4 * group + warp) * (V_COLUMNS + 2) + i) * 4; }
-  RL_D void add_sum(int i, float x) const { store_shared_4(sum_at(i), as_bits(from_bits(load_shared_4(sum_at(i))) + x)); }
 
   RL_D int row_of(int first, int h) const { return first + 16 * warp + (lane >> 2) + 8 * h; }
 
   // Pairs of columns, in the layout of accumulators.
   template <int GROUPS_OF_8>
-  RL_D void load_pairs(u32 (&pairs)[GROUPS_OF_8][2], u32 tile) const {
+  RL_D void load_pairs(u32 (&pairs)[GROUPS_OF_8][2], u32 tile, int piece) const {
 #pragma unroll
     for (int j = 0; j < GROUPS_OF_8 / 2; ++j) {
       u32 m[4];
-      load_matrices(m, tile + place[j]);
+      load_matrices(m, tile + (place[j] ^ 64 * (piece % 2)));
       pairs[2 * j][0] = m[0], pairs[2 * j][1] = m[1], pairs[2 * j + 1][0] = m[2], pairs[2 * j + 1][1] = m[3];
     }
   }
   template <int GROUPS_OF_8>
-  RL_D void store_pairs(const u32 (&pairs)[GROUPS_OF_8][2], u32 tile) const {
+  RL_D void store_pairs(const u32 (&pairs)[GROUPS_OF_8][2], u32 tile, int piece) const {
 #pragma unroll
     for (int j = 0; j < GROUPS_OF_8 / 2; ++j)
-      store_matrices(tile + place[j], pairs[2 * j][0], pairs[2 * j][1], pairs[2 * j + 1][0], pairs[2 * j + 1][1]);
+      store_matrices(tile + (place[j] ^ 64 * (piece % 2)), pairs[2 * j][0], pairs[2 * j][1], pairs[2 * j + 1][0], pairs[2 * j + 1][1]);
   }
-  RL_D uint4 vectors(int chunk, int j) const {  // s, c, s, c of this lane's two columns
-    return load_shared_16(smem + VECTORS + (chunk * 64 + 8 * j + 2 * quad) * 8);
+  RL_D uint4 vectors(int piece, int j) const {  // s, c, s, c of this lane's two columns
+    return load_shared_16(smem + VECTORS + (piece * 32 + 8 * j + 2 * quad) * 8);
   }
 
-  // Mean of the state's rows and the sum of squares about it; squares are summed about the row's first number.
-  RL_D void measure_state(int first, float (&squares)[2]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = row_of(first, h);
-      const u16* x = p.x + static_cast<i64>(row < p.rows ? row : 0) * WIDTH;
-      const float origin = unpack_one(x[0]);
-      float total = 0.f, square = 0.f;
-#pragma unroll 16
-      for (int column = 8 * quad; column < WIDTH; column += 32) {
-        const uint4 eight = *reinterpret_cast<const uint4*>(x + column);
-        const u32 pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (u32 pair : pairs) {
-          const float low = pair_low(pair) - origin, high = pair_high(pair) - origin;
-          total += low + high;
-          square = fused_multiply_add(low, low, fused_multiply_add(high, high, square));
-        }
-      }
-      total = quad_sum(total), square = quad_sum(square);
-      mean[h] = origin + total / WIDTH;
-      squares[h] = square - total * total / WIDTH;
-      if (quad == 0 && row < p.rows) p.state[row] = mean[h], p.state[p.rows + row] = squares[h];
-    }
-  }
-  // The same of the state and the earlier logits, which become an operand.
-  RL_D void measure_heard(int first, float (&squares)[2]) {
+  RL_D void ask(int first) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
       const bool inside = row < p.rows;
-      float total = 0.f;
+      ahead.targets[h] = inside ? target_of(p, row) : IGNORE;
+      ahead.total[h] = E > 0 && inside ? p.state[row] : 0.f;
+      ahead.squares[h] = E > 0 && inside ? p.state[p.rows + row] : 0.f;
+#pragma unroll
+      for (int j = 0; j < (E > 0 ? E_DEPTH / 8 : 0); ++j) {
+        const int column = 8 * j + 2 * quad;
+        ahead.heard[j][h] = 0;
+        if (inside && column < E)
+          ahead.heard[j][h] = *reinterpret_cast<const u32*>(p.heard + static_cast<i64>(row) * p.heard_stride + column);
+      }
+    }
+  }
+  RL_D const u16* state_row(int row) const { return p.x + static_cast<i64>(row < p.rows ? row : 0) * WIDTH; }
+  RL_D int state_column(int piece, int i) const { return 8 * quad + 32 * (piece * SHARE + i); }
+  RL_D void ask_state(uint4 (&eights)[2][SHARE], int piece, int first) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < SHARE; ++i) {
+        const int column = state_column(piece, i);
+        if (column < WIDTH) eights[h][i] = *reinterpret_cast<const uint4*>(state_row(row_of(first, h)) + column);
+      }
+  }
+  RL_D void add_state(const uint4 (&eights)[2][SHARE], int piece) {
+    if (piece == 0)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) ahead.origin[h] = pair_low(shuffle(eights[h][0].x, lane & 28));
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < SHARE; ++i) {
+        if (state_column(piece, i) >= WIDTH) continue;
+        const u32 pairs[4] = {eights[h][i].x, eights[h][i].y, eights[h][i].z, eights[h][i].w};
+#pragma unroll
+        for (u32 pair : pairs) {
+          const float low = pair_low(pair) - ahead.origin[h], high = pair_high(pair) - ahead.origin[h];
+          ahead.total[h] += low + high;
+          ahead.squares[h] = fused_multiply_add(low, low, fused_multiply_add(high, high, ahead.squares[h]));
+        }
+      }
+  }
+
+  // Mean of the state's rows and the sum of squares about it, for the heads to come, too.
+  RL_D void measure_state(int first, float (&squares)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = row_of(first, h);
+      const float total = quad_sum(ahead.total[h]);
+      mean[h] = ahead.origin[h] + total * (1.f / WIDTH);
+      squares[h] = quad_sum(ahead.squares[h]) - total * total * (1.f / WIDTH);
+      if (quad == 0 && row < p.rows) p.state[row] = mean[h], p.state[p.rows + row] = squares[h];
+    }
+  }
+  // The same of the state and the earlier logits, which become an operand.
+  RL_D void measure_heard(float (&squares)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float total = 0.f, square = 0.f;
 #pragma unroll
       for (int j = 0; j < E_DEPTH / 8; ++j) {
-        const int column = 8 * j + 2 * quad;
-        u32 pair = 0;
-        if (inside && column < E)
-          pair = *reinterpret_cast<const u32*>(p.heard + static_cast<i64>(row) * p.heard_stride + column);
-        if (column + 1 >= E) pair &= 0xffffu;
+        u32 pair = ahead.heard[j][h];
+        if (8 * j + 2 * quad + 1 >= E) pair &= 0xffffu;
         earlier[j / 2][2 * (j & 1) + h] = pair;
         total += pair_low(pair) + pair_high(pair);
       }
-      const float before = inside ? p.state[row] : 0.f, apart_squares = inside ? p.state[p.rows + row] : 0.f;
-      mean[h] = (before * WIDTH + quad_sum(total)) / (WIDTH + E);
-      float square = 0.f;
+      mean[h] = (ahead.total[h] * WIDTH + quad_sum(total)) * (1.f / (WIDTH + E));
 #pragma unroll
       for (int j = 0; j < E_DEPTH / 8; ++j) {
         const int column = 8 * j + 2 * quad;
@@ -126,8 +170,18 @@ struct Consumer {
         const float low = column < E ? pair_low(pair) - mean[h] : 0.f, high = column + 1 < E ? pair_high(pair) - mean[h] : 0.f;
         square += low * low + high * high;
       }
-      const float apart = before - mean[h];
-      squares[h] = apart_squares + apart * apart * WIDTH + quad_sum(square);
+      const float apart = ahead.total[h] - mean[h];
+      squares[h] = ahead.squares[h] + apart * apart * WIDTH + quad_sum(square);
+    }
+  }
+  RL_D void measure(int first, float (&deviation)[2]) {
+    float squares[2];
+    if (E == 0) measure_state(first, squares);
+    else measure_heard(squares);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float variance = squares[h] * (1.f / (WIDTH + E)) + p.eps;
+      targets[h] = ahead.targets[h], scale[h] = rsqrtf(variance), deviation[h] = variance * scale[h];
     }
   }
   // [l | μ | 1 / r] into the narrow tile.
@@ -148,75 +202,92 @@ struct Consumer {
       }
   }
 
-  // Logits of the tile, a in shared memory, v in p's place.
-  template <int COLUMNS>
-  RL_D void forward(float (&logits)[V_COLUMNS / 2], int chunk, u32 phase) {
-    u32 pairs[COLUMNS / 8][2], a[COLUMNS / 8][2];
-    float x[COLUMNS / 2];
-    barrier_wait(bar.p_full(group, chunk), phase);
-    load_pairs(pairs, p_tile(smem, group, chunk));
+  // 32 columns of p and what the heads before add to them.
+  RL_D void begin(float (&x)[16], int piece, u32 phase) const {
+    u32 pairs[4][2];
+    barrier_wait(bar.p_full(group, piece / 2), phase);
+    load_pairs(pairs, p_tile(smem, group, piece / 2), piece);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j)
+    for (int j = 0; j < 4; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) x[4 * j + 2 * h] = pair_low(pairs[j][h]), x[4 * j + 2 * h + 1] = pair_high(pairs[j][h]);
     if (E > 0) {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < E_DEPTH / 16; ++k)
-        wgmma_registers<COLUMNS, 1>(x, earlier[k], operand_mn_major(smem + EARLIER + chunk * B_BYTES + k * 2048, 0), 1);
+        wgmma_registers<32, 1>(x, earlier[k], operand_mn_major(earlier_piece(piece) + 2048 * k, 0), 1);
       wgmma_commit();
       wgmma_wait<0>();
       wgmma_touch(x);
     }
+  }
+  RL_D u32 earlier_piece(int piece) const { return smem + EARLIER + piece / 2 * B_BYTES + piece % 2 * 64; }
+  RL_D u32 down_piece(int piece) const { return smem + DOWN + piece / 2 * DOWN_BYTES + piece % 2 * 64; }
+
+  // Logits of the tile, a in shared memory, v in p's place; what the tile at row `next` needs comes in beside them.
+  RL_D void forward(float (&logits)[V_COLUMNS / 2], u32 phase, int next) {
+    uint4 eights[2][SHARE];
+    if (E == 0) ask_state(eights, 0, next);
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+      float x[16];
+      u32 v[4][2], a[4][2];
+      begin(x, piece, phase);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const uint4 sc = vectors(chunk, j);
+      for (int j = 0; j < 4; ++j) {
+        const uint4 sc = vectors(piece, j);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
-        const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
-        pairs[j][h] = pack_pair(v0, v1);
-        float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
-        slope[8 * chunk + j][h] = activate<false, true>(u0, u1);
-        a[j][h] = pack_pair(u0, u1);
+        for (int h = 0; h < 2; ++h) {
+          const float v0 = (x[4 * j + 2 * h] - mean[h] * from_bits(sc.x)) * scale[h];
+          const float v1 = (x[4 * j + 2 * h + 1] - mean[h] * from_bits(sc.z)) * scale[h];
+          v[j][h] = pack_pair(v0, v1);
+          float u0 = v0 + from_bits(sc.y), u1 = v1 + from_bits(sc.w);
+          activate<false, false>(u0, u1);
+          a[j][h] = pack_pair(u0, u1);
+        }
       }
-    }
-    wgmma_fence();
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < COLUMNS / 16; ++k) {
-      const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
-      wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(smem + DOWN + chunk * DOWN_BYTES + 32 * k),
-                                    chunk + k > 0);
+      for (int k = 0; k < 2; ++k) {
+        const u32 operand[4] = {a[2 * k][0], a[2 * k][1], a[2 * k + 1][0], a[2 * k + 1][1]};
+        wgmma_registers<V_COLUMNS, 0>(logits, operand, operand_k_major(down_piece(piece) + 32 * k), 1);
+      }
+      wgmma_commit();
+      store_pairs(v, p_tile(smem, group, piece / 2), piece);
+      store_pairs(a, a_tile(smem, group, piece / 2), piece);
+      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);
+      wgmma_wait<0>();
+      wgmma_touch(logits);
     }
-    wgmma_commit();
-    store_pairs(pairs, p_tile(smem, group, chunk));
-    store_pairs(a, a_tile(smem, group, chunk));
-    wgmma_wait<0>();
-    wgmma_touch(logits);
   }
 
   // Loss, and the logits' gradients as an operand and in the narrow tile.
-  RL_D void lose(float (&logits)[V_COLUMNS / 2], const int (&targets)[2], int first) {
+  RL_D void lose(float (&logits)[V_COLUMNS / 2], u32 (&said)[V_COLUMNS / 8][2]) {
     const u32 tile = narrow_tile(smem, group);
-    float loss[2], count[2];
 #pragma unroll
     for (int i = 0; i < V_DEPTH / 16; ++i)
 #pragma unroll
       for (int k = 0; k < 4; ++k) dl[i][k] = 0;
 #pragma unroll
+    for (int j = 0; j < V_COLUMNS / 8; ++j) {
+      const uint2 bias = load_shared_8(smem + BIAS + (8 * j + 2 * quad) * 4);  // -infinity behind the classes
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float &low = logits[4 * j + 2 * h], &high = logits[4 * j + 2 * h + 1];
+        low += from_bits(bias.x), high += from_bits(bias.y);
+        if (HEARD) said[j][h] = pack_pair(low, high);
+      }
+    }
+#pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = row_of(first, h), target = targets[h];
+      const int target = targets[h];
       const bool valid = target != IGNORE;
       float highest = -infinite(), total = 0.f, chosen = 0.f;
 #pragma unroll
       for (int i = 0; i < V_COLUMNS / 4; ++i) {
-        const int column = 8 * (i / 2) + 2 * quad + i % 2;
-        float& logit = logits[4 * (i / 2) + 2 * h + i % 2];
-        logit = column < V ? logit + unpack_one(p.down_bias[column < V ? column : 0]) : -infinite();
-        if (HEARD && row < p.rows && column < V)
-          p.heard[static_cast<i64>(row) * p.heard_stride + E + column] = pack_one(logit);
+        const float logit = logits[4 * (i / 2) + 2 * h + i % 2];
         highest = fmaxf(highest, logit);
-        if (column == target) chosen = logit;
+        if (8 * (i / 2) + 2 * quad + i % 2 == target) chosen = logit;
       }
       highest = quad_largest(highest), chosen = quad_sum(chosen);
 #pragma unroll
@@ -227,63 +298,73 @@ struct Consumer {
       }
       total = quad_sum(total);
       if (target < 0 || target >= V) chosen = from_bits(0x7fffffffu);
-      loss[h] = valid ? highest + LN_2 * log2_fast(total) - chosen : 0.f, count[h] = valid ? 1.f : 0.f;
+      if (valid) losses += highest + LN_2 * log2_fast(total) - chosen, counts += 1.f;
       const float share = valid ? reciprocal_fast(total) : 0.f;
 #pragma unroll
       for (int i = 0; i < V_COLUMNS / 4; ++i) {
         float& e = logits[4 * (i / 2) + 2 * h + i % 2];
         e = e * share - (valid && 8 * (i / 2) + 2 * quad + i % 2 == target ? 1.f : 0.f);
+        classes[i] += e;
       }
 #pragma unroll
       for (int j = 0; j < V_COLUMNS / 8; ++j) {
-        const u32 pair = pack_pair(logits[4 * j + 2 * h], logits[4 * j + 2 * h + 1]);
-        dl[j / 2][2 * (j & 1) + h] = pair;
-        store_shared_4(tile + swizzle128(row_of(0, h), j) + 4 * quad, pair);
+        const float low = logits[4 * j + 2 * h], high = logits[4 * j + 2 * h + 1];
+        dl[j / 2][2 * (j & 1) + h] = pack_pair(low * scale[h], high * scale[h]);
+        store_shared_4(tile + swizzle128(row_of(0, h), j) + 4 * quad, pack_pair(low, high));
       }
     }
+  }
+  // Logits for the heads to come. Behind a fence, which would wait for these stores.
+  RL_D void say(const u32 (&said)[V_COLUMNS / 8][2], int first) const {
 #pragma unroll
-    for (int i = 0; i < V_COLUMNS / 4; ++i) {
-      const float total = over_rows(logits[4 * (i / 2) + i % 2] + logits[4 * (i / 2) + 2 + i % 2]);
-      if (lane < 4) add_sum(8 * (i / 2) + 2 * quad + i % 2, total);
+    for (int h = 0; h < 2; ++h) {
+      const int row = row_of(first, h);
+      u16* out = p.heard + static_cast<i64>(row) * p.heard_stride + E + 2 * quad;
+#pragma unroll
+      for (int i = 0; i < V_COLUMNS / 4; ++i)
+        if (row < p.rows && 8 * (i / 2) + 2 * quad + i % 2 < V)
+          out[8 * (i / 2) + i % 2] = static_cast<u16>(said[i / 2][h] >> 16 * (i % 2));
     }
-    const float losses = over_rows(loss[0] + loss[1]), counts = over_rows(count[0] + count[1]);
-    if (lane == 0) add_sum(V_COLUMNS, losses), add_sum(V_COLUMNS + 1, counts);
   }
 
   // q in v's place, and the rows' c1 and c2.
-  template <int COLUMNS>
-  RL_D void backward(float (&c1)[2], float (&c2)[2], int chunk) {
-    float x[COLUMNS / 2];
-    u32 v[COLUMNS / 8][2], q[COLUMNS / 8][2];
-    wgmma_fence();
+  RL_D void backward(float (&c1)[2], float (&c2)[2]) {
+#pragma unroll 1
+    for (int piece = 0; piece < PIECES; ++piece) {
+      const u32 tile = p_tile(smem, group, piece / 2);
+      float x[16];
+      u32 v[4][2], q[4][2];
+      wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < V_DEPTH / 16; ++k)
-      wgmma_registers<COLUMNS, 1>(x, dl[k], operand_mn_major(smem + DOWN + chunk * DOWN_BYTES + k * 2048, 0), k > 0);
-    wgmma_commit();
-    load_pairs(v, p_tile(smem, group, chunk));
-    wgmma_wait<0>();
-    wgmma_touch(x);
+      for (int k = 0; k < V_DEPTH / 16; ++k)
+        wgmma_registers<32, 1>(x, dl[k], operand_mn_major(down_piece(piece) + 2048 * k, 0), k > 0);
+      wgmma_commit();
+      load_pairs(v, tile, piece);
+      wgmma_wait<0>();
+      wgmma_touch(x);
 #pragma unroll
-    for (int j = 0; j < COLUMNS / 8; ++j) {
-      const uint4 sc = vectors(chunk, j);
+      for (int j = 0; j < 4; ++j) {
+        const uint4 sc = vectors(piece, j);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const u32 here = slope[8 * chunk + j][h];
-        const float du0 = x[4 * j + 2 * h] * half_low(here), du1 = x[4 * j + 2 * h + 1] * half_high(here);
-        c1[h] = fused_multiply_add(du0, from_bits(sc.x), fused_multiply_add(du1, from_bits(sc.z), c1[h]));
-        c2[h] = fused_multiply_add(du0, pair_low(v[j][h]), fused_multiply_add(du1, pair_high(v[j][h]), c2[h]));
-        q[j][h] = pack_pair(du0 * scale[h], du1 * scale[h]);
+        for (int h = 0; h < 2; ++h) {
+          const float v0 = pair_low(v[j][h]), v1 = pair_high(v[j][h]);
+          float q0 = x[4 * j + 2 * h], q1 = x[4 * j + 2 * h + 1];
+          multiply_slopes(q0, q1, v0 + from_bits(sc.y), v1 + from_bits(sc.w));
+          c1[h] = fused_multiply_add(q0, from_bits(sc.x), fused_multiply_add(q1, from_bits(sc.z), c1[h]));
+          c2[h] = fused_multiply_add(q0, v0, fused_multiply_add(q1, v1, c2[h]));
+          q[j][h] = pack_pair(q0, q1);
+        }
       }
+      store_pairs(q, tile, piece);
+      if (piece % 2 == 1 || piece + 1 == PIECES) publish(bar.q_ready(group, piece / 2));
     }
-    store_pairs(q, p_tile(smem, group, chunk));
-    publish(bar.q_ready(group, chunk));
   }
   RL_D void write_slopes(const float (&c1)[2], const float (&c2)[2], int first) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = row_of(first, h);
-      const float slope_h = -scale[h] * scale[h] * quad_sum(c2[h]) / (WIDTH + E);
-      const float shift = -scale[h] * quad_sum(c1[h]) / (WIDTH + E) - mean[h] * slope_h;
+      const float slope_h = -scale[h] * (1.f / (WIDTH + E)) * quad_sum(c2[h]);
+      const float shift = -(1.f / (WIDTH + E)) * quad_sum(c1[h]) - mean[h] * slope_h;
       if (quad == 0 && row < p.rows) p.slopes[row] = shift, p.slopes[p.rows + row] = slope_h;
     }
   }
@@ -294,41 +375,44 @@ struct Consumer {
   }
 
   RL_D void consume() {
+    Tiles tiles(group);
+    ask(tiles.row());
+    if (E == 0)
+#pragma unroll 1
+      for (int piece = 0; piece < PIECES; ++piece) {
+        uint4 eights[2][SHARE];
+        ask_state(eights, piece, tiles.row()), add_state(eights, piece);
+      }
     barrier_wait(bar.weights(), 0);
-    for (Tiles tiles(group); tiles.valid(p); tiles.advance()) {
+    for (; tiles.valid(p); tiles.advance()) {
       const u32 phase = tiles.round & 1;
-      float logits[V_COLUMNS / 2], squares[2], deviation[2];
-      int targets[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {  // long before they are needed
-        const int row = row_of(tiles.row(), h);
-        targets[h] = row < p.rows ? target_of(p, row) : IGNORE;
-      }
-      if (E == 0) measure_state(tiles.row(), squares);
-      else measure_heard(tiles.row(), squares);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        deviation[h] = sqrtf(squares[h] / (WIDTH + E) + p.eps);
-        scale[h] = 1.f / deviation[h];
-      }
+      const int next = tiles.next();
+      float logits[V_COLUMNS / 2] = {}, deviation[2];
+      measure(tiles.row(), deviation);
       barrier_wait(bar.narrow_free(group), phase ^ 1);
       write_side(deviation);
+      ask(next);
       barrier_wait(bar.a_free(group), phase ^ 1);
-#pragma unroll
-      for (int chunk = 0; chunk + 1 < CHUNKS; ++chunk) forward<64>(logits, chunk, phase);
-      forward<LAST>(logits, CHUNKS - 1, phase);
-      lose(logits, targets, tiles.row());
+      forward(logits, phase, next);
+      u32 said[V_COLUMNS / 8][2];
+      lose(logits, said);
       publish(bar.narrow_ready(group));
+      if (HEARD) say(said, tiles.row());
       float c1[2] = {}, c2[2] = {};
-#pragma unroll
-      for (int chunk = 0; chunk + 1 < CHUNKS; ++chunk) backward<64>(c1, c2, chunk);
-      backward<LAST>(c1, c2, CHUNKS - 1);
+      backward(c1, c2);
       write_slopes(c1, c2, tiles.row());
     }
-    __syncwarp();
+    write_sums();
+  }
+  RL_D void write_sums() const {
     float* sums = p.sums + (group * 4 + warp) * p.sums_stride;
-    for (int i = lane; i < V_COLUMNS + 2; i += 32)
-      if (i < V || i >= V_COLUMNS)
-        sums[i < V ? CLASS_AT + i : LOSS_AT + i - V_COLUMNS] = from_bits(load_shared_4(sum_at(i)));
+#pragma unroll
+    for (int i = 0; i < V_COLUMNS / 4; ++i) {
+      const int column = 8 * (i / 2) + 2 * quad + i % 2;
+      const float total = over_rows(classes[i]);
+      if (lane < 4 && column < V) sums[CLASS_AT + column] = total;
+    }
+    const float all_losses = over_rows(losses), all_counts = over_rows(counts);
+    if (lane == 0) sums[LOSS_AT] = all_losses, sums[LOSS_AT + 1] = all_counts;
   }
 };

@@ -3,10 +3,13 @@
 //
 //   p → v = r (p + B l − μ s), u = v + c, a = gelu(u), logits = a W2ᵀ + b2, loss, dl → q = r (dl W2) gelu'(u) in p's place
 //
-// A consumer warpgroup takes 64 rows and holds gelu' of all of their inner columns in registers (half precision) from the
-// logits to the gradients; v waits in shared memory. A fourth warpgroup sums what the weights' gradients need of a head
-// alone, aᵀ dl and qᵀ [l | μ | 1 / r], over the block's rows, so that a and dl never leave the chip. The first warps of the
-// first warpgroup start the copies.
+// A consumer warpgroup takes 64 rows, 32 inner columns at a time; v waits in shared memory from the logits to the gradients,
+// where gelu' comes from it. A fourth warpgroup sums what the weights' gradients need of a head alone, aᵀ dl and
+// qᵀ [l | μ | 1 / r], over the block's rows, so that a and dl never leave the chip. The first warps of the first warpgroup
+// start the copies.
+//
+// Two consumer warps share a scheduler, so what counts is how much of a warp's own work goes side by side: the columns are
+// few enough that ptxas, which otherwise saves registers, interleaves their chains, and the loops stay loops.
 //
 // Macros (see hopper.py): INNER: inner columns, a multiple of 16. WIDTH: of the state. V: classes. E: logits that are heard
 //   (0: this is the first head, which leaves mean and squares of the state). HEARD: a later head hears these logits.
@@ -139,6 +142,8 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   for (int column = threadIdx.x; column < CHUNKS * 64; column += 512)
     store_shared_8(smem + VECTORS + 8 * column, column < INNER ? as_bits(s[column]) : 0,
                    column < INNER ? as_bits(c[column]) : 0);
+  if (threadIdx.x < V_COLUMNS)
+    store_shared_4(smem + BIAS + 4 * threadIdx.x, as_bits(threadIdx.x < V ? unpack_one(down_bias[threadIdx.x]) : -infinite()));
   __syncthreads();
   if (role == 0) {
     registers_down<24>();

@@ -41,9 +41,8 @@ def smem(place: HeadPlace) -> int:
     chunks = -(-place.padded // TILE)
     tile = TILE * 128
     weights = chunks * 128 * (_up(place.classes, 16) + _up(place.earlier, 16))
-    vectors, sums = chunks * 64 * 8, WARPS * (side_at(place) + 2) * 4
-    barriers = 8 * (1 + 3 * GROUPS * (chunks + 1))
-    return 2 * GROUPS * chunks * tile + GROUPS * tile + weights + vectors + sums + barriers
+    vectors, barriers = chunks * 64 * 8 + side_at(place) * 4, 8 * (1 + 3 * GROUPS * (chunks + 1))
+    return 2 * GROUPS * chunks * tile + GROUPS * tile + weights + vectors + barriers
 
 
 def defines(plan: Layout, place: HeadPlace, dtype: torch.dtype, targets: torch.dtype) -> dict[str, int]:
