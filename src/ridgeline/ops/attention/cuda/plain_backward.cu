@@ -210,16 +210,14 @@ RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 t
 
 // Nothing of dQ is there yet; who is let in may look.
 RL_D void begin_notes(const Arguments& a, int lane) {
-  if (a.key_parts > 1) {
-    const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
+  const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
 #pragma unroll 1
-    for (int number = blockIdx.x; number < a.units; number += gridDim.x)
+  for (int number = blockIdx.x; number < a.units; number += gridDim.x)
 #pragma unroll 1
-      for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
-    sync_warp();
-    if (lane == 0) fence_gpu();
-    sync_warp();
-  }
+    for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
+  sync_warp();
+  if (lane == 0) fence_gpu();
+  sync_warp();
   let_next_start();
 }
 // Once a tile's share of dQ is there. What a later span adds would come later.
@@ -236,6 +234,7 @@ RL_D void prepare(const Arguments& a, const Here& p) {
   rows.start(a, p, known);
   if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
   wait_for_previous();
+  if (a.key_parts == 1) let_next_start();
   rows.load(a, p);
   const auto advance = [&](int done) {  // once dS of a tile is there
 #pragma unroll 1
@@ -261,13 +260,14 @@ RL_D void prepare(const Arguments& a, const Here& p) {
     }
   };
   advance(-1);
-  if (p.warp == 3) begin_notes(a, p.lane);
+  const bool notes = a.key_parts > 1 && p.warp == 3;
+  if (notes) begin_notes(a, p.lane);
 #pragma unroll 1
   for (int tile = 0; tile < copies; ++tile) {
     p.wait_square(tile);
     p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
     advance(tile);
-    if (a.key_parts > 1 && p.warp == 3 && tile >= BEHIND) {
+    if (notes && tile >= BEHIND) {
       note(a, stored, p.lane);
       stored.next(a);
     }
