@@ -57,24 +57,24 @@ struct Work {
   }
 };
 
-// A tile whose queries come AGE blocks after the warpgroup's first keys, KEYS for that many or more: of as many of its blocks
-// as they see. fresh: dK and dV are nothing yet.
-template <int AGE>
-RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], u32 tile, int place,
+// A tile whose queries see SEEN of the warpgroup's blocks of keys, of the last one those before themselves (DIAGONAL) or all.
+// BEFORE: whose step was the one before, -1 for none. fresh: dK and dV are nothing yet.
+template <int SEEN, bool DIAGONAL, int BEFORE>
+RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], u32 tile, const Places& places,
                     bool fresh) {
-  constexpr int SEEN = AGE < KEYS ? AGE + 1 : KEYS, STEPS = SEEN * (64 / STEP);
+  constexpr int STEPS = SEEN * (64 / STEP);
   static_assert(STEPS % 2 == 0);
   p.wait_full(tile);
   const u32 queries = operand_at(p.pair(tile));
   uint4 stats[STEP / 8];
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) {
-    const int part = k / SEEN, key = k % SEEN, now = k & 1, last = k > 0 ? (k - 1) % SEEN : AGE - 1;
-    const bool products = AGE > 0 || k > 0;
+    const int part = k / SEEN, key = k % SEEN, now = k & 1, last = k > 0 ? (k - 1) % SEEN : BEFORE;
+    const bool products = last >= 0;
     const u32 some = queries + part * units(STEP * ROW);
     wgmma_fence();
     scores[key].start(w.s, w.dp, some);
-    if (products) w.start_products(last, 1 - now, AGE < KEYS && k == AGE + 1 && fresh);
+    if (products) w.start_products(last, 1 - now, DIAGONAL && k == SEEN && fresh);
     w.before = some;
     if (k == 0) p.wait_ready(tile);
     if (key == 0)
@@ -86,10 +86,10 @@ RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&s
       wgmma_wait<0>();
     wgmma_touch(w.s);
     wgmma_touch(w.dp);
-    if (AGE == key) mask_past(w.s, part * (STEP / 8), p.warp, p.lane);
+    if (DIAGONAL && key == SEEN - 1) mask_past(w.s, part * (STEP / 8), p.warp, p.lane);
     differentiate(w.pairs_p[now], w.pairs_ds[now], w.s, w.dp, a.scale * LOG2_E, [&](int n) { return stats[n]; });
     if (k == 0) p.wait_square_empty(tile);
-    store_step(p.square(tile, place + key), part, w.pairs_ds[now], p.warp, p.lane);
+    store_step(p.square(tile, places.of(key)), part, w.pairs_ds[now], p.warp, p.lane);
     if (products) {
       wgmma_wait<0>();
       w.touch_gradients(last);
@@ -99,22 +99,24 @@ RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&s
 }
 
 // All tiles of a head that a span meets. `tile`: the number of the first one.
-RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int first, int place, bool fresh,
-                    u32& tile) {
+RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int first, const Places& places,
+                    bool fresh, u32& tile) {
   static_assert(KEYS == 2);
   int i = first;
 #pragma unroll 1
-  for (; i < first + place && i < a.blocks; ++i, ++tile) {  // queries that do not see these keys
-    p.wait_square_empty(tile);                              // or it would arrive twice at one phase of a barrier
+  for (; i < first + places.of(0) && i < a.blocks; ++i, ++tile) {  // queries that do not see these keys
+    p.wait_square_empty(tile);                                     // or it would arrive twice at one phase of a barrier
     p.arrive(p.square_full(tile));
   }
   if (i == a.blocks) return;
-  take_tile<0>(w, a, p, scores, tile++, place, fresh);
-  if (++i == a.blocks) return w.end<0>();
-  take_tile<1>(w, a, p, scores, tile++, place, fresh);
+  take_tile<1, true, -1>(w, a, p, scores, tile++, places, fresh);
 #pragma unroll 1
-  for (++i; i < a.blocks; ++i) take_tile<KEYS>(w, a, p, scores, tile++, place, false);
-  w.end<KEYS - 1>();
+  for (++i; i < first + places.of(1) && i < a.blocks; ++i) take_tile<1, false, 0>(w, a, p, scores, tile++, places, false);
+  if (i == a.blocks) return w.end<0>();
+  take_tile<2, true, 0>(w, a, p, scores, tile++, places, fresh);
+#pragma unroll 1
+  for (++i; i < a.blocks; ++i) take_tile<2, false, 1>(w, a, p, scores, tile++, places, false);
+  w.end<1>();
 }
 
 RL_D void run_keys(const Arguments& a, const Here& p) {
@@ -133,16 +135,17 @@ RL_D void run_keys(const Arguments& a, const Here& p) {
     const Unit unit(a, number);
 #pragma unroll 1
     for (int turn = 0; unit.first(a, turn) < a.blocks; ++turn, ++spans) {
-      const int first = unit.first(a, turn), place = place_of(p.group, spans);
+      const int first = unit.first(a, turn);
+      const Places places(p.group, spans);
       p.wait_own(spans);
-      const Scores scores[KEYS] = {Scores(p.own(place, spans), p.warp, p.lane),
-                                   Scores(p.own(place + 1, spans), p.warp, p.lane)};
+      const Scores scores[KEYS] = {Scores(p.own(places.of(0), spans), p.warp, p.lane),
+                                   Scores(p.own(places.of(1), spans), p.warp, p.lane)};
 #pragma unroll 1
-      for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, place, h == 0, tile);
+      for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, places, h == 0, tile);
 #pragma unroll
       for (int key = 0; key < KEYS; ++key)
-        if (first + place + key < a.blocks) {
-          finish(a, unit, first + place + key, p.warp, p.lane, w.dk[key], w.dv[key]);
+        if (first + places.of(key) < a.blocks) {
+          finish(a, unit, first + places.of(key), p.warp, p.lane, w.dk[key], w.dv[key]);
 #if RL_COLUMN_SUMS
           add_column_sums(sums + unit.group * D, w.dk[key], a.scale, p.lane);
           add_column_sums(sums + (groups + unit.group) * D, w.dv[key], 1.f, p.lane);

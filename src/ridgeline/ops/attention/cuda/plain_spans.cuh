@@ -53,8 +53,13 @@ struct Unit {
     return SPAN * ((turn & ~1) * a.key_parts + (turn & 1 ? 2 * a.key_parts - 1 - key_part : key_part));
   }
 };
-// Where a warpgroup's blocks begin in a span: longer and shorter ones by turns. One that does not exist sees nothing.
-RL_D int place_of(int group, int spans) { return KEYS * ((group + spans) % GROUPS); }
+// A warpgroup's blocks of a span, by turns the outer and the inner ones: of a span's first four tiles, five squares each.
+// A block that does not exist sees nothing.
+struct Places {
+  int inner;
+  RL_D Places(int group, int spans) : inner((group + spans) % GROUPS) { static_assert(GROUPS == 2 && KEYS == 2); }
+  RL_D int of(int key) const { return key == 0 ? inner : SPAN - 1 - inner; }
+};
 
 // A tile of queries on the way of a thread block.
 struct Position {
