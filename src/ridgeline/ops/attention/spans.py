@@ -23,9 +23,10 @@ _KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiif", "PPPPPPPPiiiiiiiiif"
 WIDTH = 32  # of a head
 SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgroups that compute with them
 STAGES = 8  # tiles of queries in a thread block's ring
-SQUARES = 2  # tiles whose score gradients wait for dQ's warpgroup
+SQUARES = 3  # tiles whose score gradients wait for dQ's warpgroup
+STATISTICS = 4  # tiles whose rows' statistics are held
 THREADS = 128 * (GROUPS + 2)
-SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STAGES + 16 * (STAGES + SQUARES + 2)
+SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STATISTICS + 16 * (STAGES + SQUARES + 2)
 
 
 def defines(dtype: torch.dtype, sums: bool) -> dict[str, int]:

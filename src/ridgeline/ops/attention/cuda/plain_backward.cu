@@ -249,7 +249,7 @@ RL_D void prepare(const Arguments& a, const Here& p) {
       copy_tile(a, p, copied, copies);
     }
 #pragma unroll 1
-    for (; statistics < done + 3 && statistics < copies; ++statistics) {
+    for (; statistics < done + STATISTICS && statistics < copies; ++statistics) {
       p.wait_full(statistics);
       rows.store(p, p.pair(statistics) + TILE, p.stats(statistics));
       p.arrive(p.ready(statistics));

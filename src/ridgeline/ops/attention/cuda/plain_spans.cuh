@@ -22,8 +22,9 @@ namespace rl {
 static_assert(D == 32);
 constexpr int GROUPS = 2, KEYS = 2, SPAN = GROUPS * KEYS;  // warpgroups that compute, blocks of one, blocks of a span
 constexpr int STAGES = RING_STAGES, SQUARES = SQUARE_STAGES, STEP = 32, PAIR = 2 * TILE;
+constexpr int STATISTICS = 4;  // tiles whose statistics are held; who computes is at most SQUARES tiles ahead
 constexpr int THREADS = 128 * (GROUPS + 2);
-static_assert((STAGES & (STAGES - 1)) == 0);  // places and phases are cheap
+static_assert((STAGES & (STAGES - 1)) == 0 && SQUARES < STATISTICS);  // places and phases are cheap
 constexpr int MANY_REGISTERS = 200, FEW_REGISTERS = 56;  // of a thread that computes, and of another one
 
 RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
@@ -92,7 +93,7 @@ RL_D int note_of(int number, int heads_per_part, int head, int i, int blocks) {
 struct Here {
   static constexpr int SQUARES_AT = STAGES * PAIR, OWN_AT = SQUARES_AT + SQUARES * SPAN * SQUARE;
   static constexpr int STATS_AT = OWN_AT + 2 * SPAN * PAIR, STATS_BYTES = 64 * 8;
-  static constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES, BARRIERS = 2 * STAGES + 2 * SQUARES + 4;
+  static constexpr int BARRIERS_AT = STATS_AT + STATISTICS * STATS_BYTES, BARRIERS = 2 * STAGES + 2 * SQUARES + 4;
   static constexpr int BYTES = BARRIERS_AT + 8 * BARRIERS;
   u32 smem;
   int group, warp, lane;
@@ -108,7 +109,7 @@ struct Here {
   RL_D u32 own_full(int spans) const { return barrier(2 * STAGES + 2 * SQUARES + (spans & 1)); }
   RL_D u32 own_empty(int spans) const { return barrier(2 * STAGES + 2 * SQUARES + 2 + (spans & 1)); }
   RL_D u32 pair(u32 tile) const { return smem + tile % STAGES * PAIR; }
-  RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STAGES * STATS_BYTES; }
+  RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STATISTICS * STATS_BYTES; }
   RL_D u32 square(u32 tile, int place) const { return smem + SQUARES_AT + (tile % SQUARES * SPAN + place) * SQUARE; }
   RL_D u32 own(int place, int spans) const { return smem + OWN_AT + ((spans & 1) * SPAN + place) * PAIR; }  // K, V
 
