@@ -27,8 +27,7 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
         ("    if (k == 0) p.wait_square_empty(tile);\n    store", "    STEP_MARK(2);\n    if (k == 0) p.wait_square_empty(tile);\n    store"),
         ("p.warp, p.lane);\n    if (products) {\n", "p.warp, p.lane);\n    STEP_MARK(3);\n    if (products) {\n"),
         ("      w.touch_gradients(last);\n    }\n", "      w.touch_gradients(last);\n    }\n    STEP_MARK(4);\n"),
-        ("  advance(-1);\n", "  advance(-1);\n  WARP(13);\n"),
-        ("  if (notes) begin_notes(a, p.lane);\n", "  if (notes) begin_notes(a, p.lane);\n  WARP(10);\n"),
+        ("    if (notes && tile == -2) begin_notes(a, p.lane);\n", "    if (tile == -2) WARP(13);\n    if (notes && tile == -2) begin_notes(a, p.lane);\n    if (tile == -2) WARP(10);\n"),
         ("      copy_tile(a, p, copied, copies);\n", "      copy_tile(a, p, copied, copies);\n      if (copies == 0) WARP(11);\n"),
         ("      p.wait_full(statistics);\n", "      p.wait_full(statistics);\n      if (statistics == 0) WARP(12);\n"),
         ("      p.arrive(p.ready(statistics));\n", "      p.arrive(p.ready(statistics));\n      if (statistics == 0) WARP(14);\n"),
@@ -140,7 +139,7 @@ def run(folder, G, out):
             print("TIMELINE", name, "keys waited for, there", [[few((v[:, g, m] - v[:, g, 3]).tolist()) for m in (6, 7)] for g in (0, 1)], flush=True)
         if k == "plain_sum":
             start = int(found["plain_backward"][:, :, 1][found["plain_backward"][:, :, 1] > 0].min())
-            ns = v[:1024, 0, [1, 5]].view(8, -1, 2) - start
+            ns = v[:256, 0, [1, 5]].view(8, -1, 2) - start
             print("TIMELINE", name, "sum, by four tiles: entered and left, us after the backward's first block entered", [[round(x / 1000, 1) for x in few(ns[g, :, e].tolist())] for g in range(8) for e in (0, 1)], flush=True)
         report(f"{name} {k}", v, {"forward": range(4), "plain_backward": (0, 1, 3), "plain_sum": ()}[k], out)
 

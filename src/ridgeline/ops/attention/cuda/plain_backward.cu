@@ -173,7 +173,7 @@ struct Rows {
   }
   RL_D void next(const Arguments& a) { t += 64, o_at += static_cast<i64>(64) * a.o_pitch, lse_at += 64; }
   RL_D void load(const Arguments& a, const Here& p) {
-    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at * LOG2_E : -NOTHING;
+    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at : -NOTHING;  // nothing that waits for it: copies come next
     o[0] = t < a.T ? load_global_16(o_at) : uint4{0, 0, 0, 0};
     o[1] = t + 8 < a.T ? load_global_16(o_at + static_cast<i64>(8) * a.o_pitch) : uint4{0, 0, 0, 0};
   }
@@ -188,7 +188,7 @@ struct Rows {
       delta[h] += shuffle_xor(delta[h], 2);
     }
     if ((p.lane & 2) == 0)
-      store_shared_8(stats + 8 * (row + 8 * (p.lane & 1)), as_bits(lse), as_bits(p.lane & 1 ? delta[1] : delta[0]));
+      store_shared_8(stats + 8 * (row + 8 * (p.lane & 1)), as_bits(lse * LOG2_E), as_bits(p.lane & 1 ? delta[1] : delta[0]));
   }
 };
 
@@ -239,9 +239,9 @@ RL_D void prepare(const Arguments& a, const Here& p) {
   wait_for_previous();
   if (a.key_parts == 1) let_next_start();
   rows.load(a, p);
-  const auto advance = [&](int done) {  // once dS of a tile is there
+  const auto advance = [&](int done, int copies_to) {  // once dS of a tile is there
 #pragma unroll 1
-    for (; copies < done + STAGES && copied.exists(a); ++copies, copied.next(a)) {
+    for (; copies < copies_to && copied.exists(a); ++copies, copied.next(a)) {
       if (copied.begins()) {
         if (copied.spans >= 2 && done < begun) break;  // its keys have no place
         begun = copies;
@@ -262,14 +262,15 @@ RL_D void prepare(const Arguments& a, const Here& p) {
       rows.load(a, p);
     }
   };
-  advance(-1);
   const bool notes = a.key_parts > 1 && p.warp == 3;
-  if (notes) begin_notes(a, p.lane);
 #pragma unroll 1
-  for (int tile = 0; tile < copies; ++tile) {
-    p.wait_square(tile);
-    p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
-    advance(tile);
+  for (int tile = -2; tile < copies; ++tile) {
+    if (tile >= 0) {
+      p.wait_square(tile);
+      p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
+    }
+    advance(tile, tile < -1 ? 2 : tile + STAGES);  // two tiles with their statistics before all others
+    if (notes && tile == -2) begin_notes(a, p.lane);
     if (notes && tile >= BEHIND) {
       note(a, stored, p.lane);
       stored.next(a);

@@ -28,6 +28,7 @@ RL_D void copy_all(const Arguments& a, const Place& p, LoadOwn load_own) {
   const bool keys = p.warp == 0, own = p.warp == 1 || !UNEVEN;
   if (p.lane != 0 || (!keys && !own)) return;
   if (keys) prefetch_map(a.k), prefetch_map(a.v);
+  if (own) prefetch_map(a.q);
   Unit unit(a, unit_in(0));
   await_previous();
   u32 tile = 0;

@@ -3,34 +3,40 @@
 #include "plain_spans.cuh"
 #include "groups.cuh"
 
-constexpr int AT_ONCE = 4;  // parts whose loads are under way together: few blocks have to keep many bytes on their way
+namespace rl {
+constexpr int AT_ONCE = 2;               // parts whose loads are under way together
+constexpr int SUM_THREADS = 128 * SPAN;  // 128 for a tile
+}  // namespace rl
 
-// sums: (B · heads / heads_per_part, key_parts, heads_per_part, blocks, 64 · D) in the order of accumulators. Blocks of 128
-// threads, the first blocks · B · heads for a tile of dQ each: tiles whose sums are there first come first. column_sums:
-// (…, width), whose first 4 · B · blocks rows get the sums over 16 rows of dQ each. notes: as the kernel that leaves the sums
-// writes them. Where a key head's query heads were shared out too, a thread more for each four elements of dK, and of dV.
-extern "C" __global__ void __launch_bounds__(128, 4)
+// sums: (B · heads / heads_per_part, key_parts, heads_per_part, blocks, 64 · D) in the order of accumulators. The first
+// ceil(blocks / SPAN) · B · heads thread blocks take SPAN tiles of dQ each (one tile is added in less time than a processor takes
+// to start a thread block), those whose sums are there first before others. column_sums: (…, width), whose first 4 · B · blocks
+// rows get the sums over 16 rows of dQ each. notes: as the kernel that leaves the sums writes them. Where a key head's query
+// heads were shared out too, a thread more for each four elements of dK, and of dV.
+extern "C" __global__ void __launch_bounds__(rl::SUM_THREADS, 2)
     attention_plain_sum(const float* sums, rl::u16* dq, float* column_sums, const rl::u32* notes, const float4* dk_parts,
                         const float4* dv_parts, rl::u16* dk, rl::u16* dv, int T, int heads, int heads_per_part, int parts,
                         int key_parts, int samples, int q_pitch, int kv_pitch, int width, float scale) {
   using namespace rl;
-  const int blocks = ceil_div(T, 64), all = samples * heads, i = blockIdx.x / all, number = blockIdx.x - i * all;
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+  const int blocks = ceil_div(T, 64), all = samples * heads, span = blockIdx.x / all, number = blockIdx.x - span * all;
+  const int thread = threadIdx.x & 127, warp = thread >> 5, lane = thread & 31, i = SPAN * span + (threadIdx.x >> 7);
   let_next_start();
-  if (i >= blocks) {
+  if (SPAN * span >= blocks) {
     const int groups = heads / (heads_per_part * parts), each = samples * T * groups * (D / 4);
-    const int index = (static_cast<int>(blockIdx.x) - blocks * all) * 128 + thread;
+    const int index = (static_cast<int>(blockIdx.x) - ceil_div(blocks, SPAN) * all) * SUM_THREADS + threadIdx.x;
     const bool values = index >= each;
     wait_for_previous();
     if (index < 2 * each)
       sum_shares<D>(values ? dv_parts : dk_parts, values ? dv : dk, index - values * each, T, groups, parts, kv_pitch);
     return;
   }
+  if (i >= blocks) return;
   const int batch = number / heads, head = number - batch * heads, t = 64 * i + 16 * warp;
   const int part = number / heads_per_part, in_part = number - part * heads_per_part;
-  const int count = i / SPAN < key_parts ? i / SPAN + 1 : key_parts;  // of parts that meet the tile
+  const int count = span < key_parts ? span + 1 : key_parts;  // of parts that meet the tile
   const auto tile_of = [&](int k) {
-    return sums + ((static_cast<i64>(part) * key_parts + k) * heads_per_part + in_part) * blocks * (64 * D) + i * (64 * D) + 4 * thread;
+    const i64 tile = ((static_cast<i64>(part) * key_parts + k) * heads_per_part + in_part) * blocks + i;
+    return sums + tile * (64 * D) + 4 * thread;
   };
   float d[D / 2];
 #pragma unroll
