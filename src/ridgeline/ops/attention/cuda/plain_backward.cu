@@ -120,19 +120,21 @@ RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&s
 }
 
 RL_D void run_keys(const Arguments& a, const Here& p) {
-  wait_for_previous();
+  Unit unit(a, blockIdx.x);
 #if RL_COLUMN_SUMS
   const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
   const int row = (static_cast<int>(blockIdx.x) * GROUPS + p.group) * 4 + p.warp;
+  wait_for_previous_knowing(unit.all() | groups);
   zero_column_sums(a.column_sums, row, gridDim.x * (GROUPS * 4), 0, a.sum_rows, width, a.heads * D, width, p.lane);
   float* sums = a.column_sums + static_cast<i64>(row) * width + a.heads * D;
+#else
+  wait_for_previous_knowing(unit.all());
 #endif
   Work w;
   u32 tile = 0;
   int spans = 0;
 #pragma unroll 1
-  for (int number = blockIdx.x; number < a.units; number += gridDim.x) {
-    const Unit unit(a, number);
+  for (int number = blockIdx.x; number < a.units; number += gridDim.x, unit = Unit(a, number)) {
 #pragma unroll 1
     for (int turn = 0; unit.first(a, turn) < a.blocks; ++turn, ++spans) {
       const int first = unit.first(a, turn);
@@ -173,7 +175,7 @@ struct Rows {
   }
   RL_D void next(const Arguments& a) { t += 64, o_at += static_cast<i64>(64) * a.o_pitch, lse_at += 64; }
   RL_D void load(const Arguments& a, const Here& p) {
-    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at : -NOTHING;  // nothing that waits for it: copies come next
+    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at : -NOTHING;  // and nothing that waits for it
     o[0] = t < a.T ? load_global_16(o_at) : uint4{0, 0, 0, 0};
     o[1] = t + 8 < a.T ? load_global_16(o_at + static_cast<i64>(8) * a.o_pitch) : uint4{0, 0, 0, 0};
   }
@@ -231,13 +233,16 @@ RL_D void note(const Arguments& a, const Position& at, int lane) {
 
 // Copies and statistics, and notes by the last warp. What says that a tile's dS is there also says that those who compute are done with the tile before.
 RL_D void prepare(const Arguments& a, const Here& p) {
-  Position copied(a), known(a), stored(a);  // known: its statistics; stored: its share of dQ
-  int copies = 0, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
+  Position copied(a);
+  Position known = copied, stored = copied;  // known: its statistics; stored: its share of dQ
+  int copies = 1, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
+  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
+  wait_for_previous_knowing(copied.unit.all());
+  copy_tile(a, p, copied, 0);
+  copied.next(a);
+  if (a.key_parts == 1) let_next_start();
   Rows rows;
   rows.start(a, p, known);
-  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
-  wait_for_previous();
-  if (a.key_parts == 1) let_next_start();
   rows.load(a, p);
   const auto advance = [&](int done, int copies_to) {  // once dS of a tile is there
 #pragma unroll 1

@@ -30,16 +30,17 @@ RL_D void copy_all(const Arguments& a, const Place& p, LoadOwn load_own) {
   if (keys) prefetch_map(a.k), prefetch_map(a.v);
   if (own) prefetch_map(a.q);
   Unit unit(a, unit_in(0));
-  await_previous();
+  int kv_head = unit.index / a.heads_per_group;
+  wait_for_previous_knowing(unit.batch | unit.index | kv_head);
+  let_next_start();
   u32 tile = 0;
 #pragma unroll 1
-  for (int round = 0; unit_in(round) < a.units; unit = Unit(a, unit_in(++round))) {
+  for (int round = 0; unit_in(round) < a.units; unit = Unit(a, unit_in(++round)), kv_head = unit.index / a.heads_per_group) {
 #pragma unroll 1
     for (int group = GROUPS - 1; own && group >= 0; --group) {
       p.wait_own_empty(group, round);
       load_own(unit, 64 * unit.block(group, round), p.own(group, round), p.own_full(group, round));
     }
-    const int kv_head = unit.index / a.heads_per_group;
 #pragma unroll 1
     for (int j = unit.top; keys && j >= 0; --j, ++tile) {
       p.wait_empty(tile);

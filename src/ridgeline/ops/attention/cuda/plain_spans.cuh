@@ -49,6 +49,7 @@ struct Unit {
     part = number / a.key_parts, key_part = number - part * a.key_parts, batch = part / head_parts;
     first_head = (part - batch * head_parts) * a.heads_per_part, group = (part - batch * head_parts) / a.parts;
   }
+  RL_D int all() const { return part | key_part | batch | first_head | group; }
   // The first block of a span; parts take turns there and back, since later spans see fewer queries.
   RL_D int first(const Arguments& a, int turn) const {
     return SPAN * ((turn & ~1) * a.key_parts + (turn & 1 ? 2 * a.key_parts - 1 - key_part : key_part));
