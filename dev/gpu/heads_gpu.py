@@ -238,7 +238,7 @@ def input_problem(rows):
     m, _ = policy(1, torch.bfloat16, "fused", 1)
     g = torch.Generator(device=DEV).manual_seed(0)
     c = m.config
-    ints = lambda highs: torch.stack([torch.randint(v, (rows,), generator=g, device=DEV) for v in highs], 1).short()
+    ints = lambda highs: torch.stack([torch.randint(v, (rows,), generator=g, device=DEV) for v in highs], 1)
     cat, prev = ints([k.rows for k in c.categories for _ in range(k.columns)]), ints([k.classes for k in c.heads])
     num = torch.randn(rows, c.numbers, device=DEV).bfloat16().float()
     dy = torch.randn(rows, WIDTH, device=DEV, dtype=torch.bfloat16)

@@ -53,7 +53,7 @@ def sources():
     p = here / "heads_layout.cuh"; s = p.read_text()
     s = put(s, "struct Barriers {", STAMP + "struct Barriers {"); p.write_text(s)
     p = here / "heads_rows.cuh"; s = p.read_text()
-    s = put(s, "  int group, warp, lane, quad;\n", "  int group, warp, lane, quad;\n  bool now;\n")
+    s = put(s, "  int group;\n", "  int group;\n  bool now;\n")
     s = put(s, "      float x[16];\n      u32 v[4][2], a[4][2];\n      begin(x, piece, phase);\n", "      float x[16];\n      u32 v[4][2], a[4][2];\n      const bool mark = now && piece == 4;\n      stamp_if(now && piece < 2, 17 + piece);\n      stamp_if(mark, 20);\n      begin(x, piece, phase);\n      stamp_of(mark, 21, x[0]);\n")
     s = put(s, "      wgmma_fence();\n#pragma unroll\n      for (int k = 0; k < 2; ++k) {\n", "      stamp_of(mark, 22, from_bits(a[3][1]));\n      wgmma_fence();\n#pragma unroll\n      for (int k = 0; k < 2; ++k) {\n")
     s = put(s, "      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      wgmma_wait<0>();\n      wgmma_touch(logits);\n", "      stamp_if(mark, 23);\n      if (E == 0) add_state(eights, piece), ask_state(eights, piece + 1, next);\n      stamp_if(mark, 24);\n      wgmma_wait<0>();\n      wgmma_touch(logits);\n      stamp_if(mark, 25);\n")

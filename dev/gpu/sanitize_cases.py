@@ -14,18 +14,22 @@ from unittest import mock
 import sanitize_controls  # noqa: F401  (its cases)
 import sanitize_kit
 import sanitize_steps  # noqa: F401  (its cases)
+import sanitize_twins
 import torch
 from sanitize_kit import (
     CASES,
     CONTROLS,
     DEVICE,
+    TOOL,
     ProductsOnHost,
     case,
+    control,
     differentiate,
     draw,
     dropout_state,
     impl,
     masks,
+    tell_of_copies,
 )
 
 from ridgeline.ops import heads as sequential
@@ -118,6 +122,14 @@ def mlp_rows(C=256, F=512, N=200):
 @case
 def mlp_rows_narrow():
     mlp_rows(128, 200)
+
+
+@control
+def twins():
+    with sanitize_twins.twins():
+        attention_short()
+        attend("cuda-plain", 1, 200, 4, 1, 32, dtype=torch.float16)
+        mlp_rows()
 
 
 @case
@@ -342,6 +354,8 @@ def run(names):
     Kernel.launch = lambda kernel, *a: (tell(kernel.name), launch(kernel, *a))[1]
     GridExecutor.__call__ = lambda grid, *a, **k: (tell(grid.fn.__name__), interpret(grid, *a, **k))[1]
     triton.knobs.runtime.launch_enter_hook.add(lambda data: tell(data.get()["name"]))
+    if TOOL == "initcheck":
+        tell_of_copies()
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)  # a thread of autograd's may end a process badly as Python ends
     for name in names:

@@ -35,7 +35,15 @@ def vendor():
 
 
 ORDERS = {
-    "racecheck": ("by_one_lane", "by_each_lane", "by_arrive", "by_sync"),
+    "racecheck": (
+        "by_one_lane",
+        "by_each_lane",
+        "by_arrive",
+        "by_sync",
+        "by_sync_of_some",
+        "by_sync_after_turns",
+        "by_sync_within_turn",
+    ),
     "synccheck": ("each_phase_waited_for", "one_phase_waited_for"),
     "initcheck": ("write_by_threads read_of_threads", "write_by_copy_engine read_of_copy_engine"),
 }
@@ -47,5 +55,7 @@ def orders():
     for names in ORDERS.get(TOOL, ()):
         x = torch.empty(64, device="cuda") if TOOL == "initcheck" else torch.arange(64.0).cuda()
         for name in names.split():
-            cuda.load(FOLDER / "sanitize_orders.cu").kernel(name, "P").launch((1,), 64, 0, (x,))
+            cuda.load(FOLDER / "sanitize_orders.cu").kernel(name, "P").launch(
+                (1,), 96 if name == "by_sync_of_some" else 64, 0, (x,)
+            )
         assert (x.cpu()[32:] == -torch.arange(32.0)).all(), names

@@ -32,28 +32,31 @@ CONTROLS = {  # and the tools that they are for
     "planted_and_aborted": ("racecheck", "synccheck"),
     "orders": ("racecheck", "synccheck", "initcheck"),
     "vendor": ("racecheck",),
+    "twins": ("racecheck",),
 }
 JOBS = (
+    "attention_triton",
+    "heads_triton+heads_float",
+    "step_hal",
+    "step_muon",
+    "mlp_rows+mlp_rows_narrow",
+    "project_rows+project_many",
+    "rungs_materialised",
+    "rungs_fused",
+    "step_gpt2_float+step_fast_float",
+    "step_fast_long+step_hal_small",
+    "step_124m",
     "linear_stationary+linear_gemm",
     "heads_hopper+inputs+windows",
-    "mlp_rows+mlp_rows_narrow+project_rows+project_many",
-    "attention_triton",
-    "cross_entropies",
-    "heads_triton+heads_float",
-    "step_muon",
     "step_gpt2_many+step_fast_many",
     "step_gpt2+step_fast",
-    "step_fast_long+step_hal_small",
-    "step_hal",
-    "step_gpt2_float+step_fast_float",
-    "step_124m",
-    "rungs_materialised+rungs_fused",
+    "cross_entropies",
     "attention_plain+attention_float+attention_float_lanes",
     "attention_short+attention_short_256+attention_short_group+attention_short_whole_groups",
     "weight_gradients+fp32_products",
     "embeddings+norms+pointwise",
 )
-WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "10")), float(os.environ.get("LIMIT", "60"))  # of one run
+WORKERS, LIMIT_S = int(os.environ.get("WORKERS", "10")), float(os.environ.get("LIMIT", "100"))  # of one run
 OURS = verdicts.names()
 PLANTED = {"planted", "planted_and_aborted", "orders"}
 KEPT = 300_000  # characters of a report

@@ -46,6 +46,25 @@ extern "C" __global__ void by_arrive(float* x) {  // as the two groups of the ro
 extern "C" __global__ void by_sync(float* x) {
   turns(x, [](int i) { named_barrier<64>(1 + i); }, [](int i) { named_barrier<64>(1 + i); });
 }
+extern "C" __global__ void by_sync_of_some(float* x) {  // and others in the block take no part
+  if (threadIdx.x < 64) turns(x, [](int i) { named_barrier<64>(1 + i); }, [](int i) { named_barrier<64>(1 + i); });
+}
+extern "C" __global__ void by_sync_after_turns(float* x) {  // at other barriers the two have taken turns, without data
+  for (int i = 0; i < 2; ++i)
+    if (threadIdx.x < 32) {
+      if (i > 0) named_barrier<64>(5);
+      named_arrive<64>(6);
+    } else {
+      named_barrier<64>(6);
+      if (i == 0) named_arrive<64>(5);
+    }
+  turns(x, [](int i) { named_barrier<64>(1 + i); }, [](int i) { named_barrier<64>(1 + i); });
+}
+extern "C" __global__ void by_sync_within_turn(float* x) {  // the next turn has been given, and not been taken
+  if (threadIdx.x >= 32) named_arrive<64>(5);
+  turns(x, [](int i) { named_barrier<64>(1 + i); }, [](int i) { named_barrier<64>(1 + i); });
+  if (threadIdx.x < 32) named_barrier<64>(5);
+}
 
 // synccheck: a barrier's phases end, and nobody needs to know of the first
 template <bool WAITS>

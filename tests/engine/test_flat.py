@@ -131,11 +131,31 @@ def test_what_learns_is_settled_when_the_buffers_are_made(compute):
             flat.check_views()
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_gradients_are_refused(register):
+    model = stranger()
+    flat = FlatParameters(model, compute=torch.float32)
+    getattr(model.attn.weight, register)(lambda gradient: None)
+    for check in (flat.check_views, lambda: FlatParameters(model, compute=torch.float32)):
+        with pytest.raises(ConfigError, match=r"attn\.weight has a hook on its gradient"):
+            check()
+
+
+def test_a_parameter_without_elements():
+    model = nn.Module()
+    model.linear, model.none = nn.Linear(2, 2), nn.Parameter(torch.empty(0, 4))
+    flat = FlatParameters(model, compute=torch.float32)
+    flat.check_views()
+    assert flat.views(flat.masters)["none"].shape == (0, 4)
+
+
 def test_models_that_cannot_be():
     with pytest.raises(ConfigError, match="nothing to train"):
         FlatParameters(nn.LayerNorm(4, elementwise_affine=False), compute=torch.float32)
     with pytest.raises(ConfigError, match=r"weight is torch.bfloat16.*model.float"):
         FlatParameters(nn.Linear(2, 2).bfloat16(), compute=torch.bfloat16)
+    with pytest.raises(ConfigError, match="weight has no values; call the model once"):
+        FlatParameters(nn.LazyLinear(2), compute=torch.float32)
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(ConfigError, match="move the model to one device"):
         FlatParameters(mixed, compute=torch.float32)

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.helpers import LANGUAGE, SETTINGS, language_batch, strange_step, stranger, stranger_loss
 from engine.recorder import Recorder
@@ -276,6 +277,41 @@ def test_a_loss_that_nothing_can_be_learned_from(capture):
         with pytest.raises(ConfigError, match="the loss has no gradient: it was detached"):
             step(language_batch())
         assert step.taken == 0
+
+
+class Roundabout(nn.Module):
+    """Parameters that its forward pass reads from a list; a block under a checkpoint; a backward pass of its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.second = way, nn.Linear(3, 3), nn.Linear(3, 3)
+        self.kept = list(self.first.parameters())
+
+    def forward(self, x):
+        if self.way == "list":
+            return self.second(nn.functional.linear(x, *self.kept)).mean()
+        if self.way == "checkpoint":
+            return self.second(checkpoint(self.first, x.clone().requires_grad_(), use_reentrant=True)).mean()
+        self.first(x).mean().backward()
+        return self.second(x).mean()
+
+
+@pytest.mark.parametrize("capture", [False, Recorder()])
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("list", r"reads parameter first\.(weight|bias) from a list"),
+        ("checkpoint", "use_reentrant=True; pass False"),
+        ("backward", "a backward pass of its own"),
+    ],
+)
+def test_gradients_that_would_go_past_the_step_are_refused(way, message, capture):
+    step = TrainStep(Roundabout(way), lambda model, x: model(x), precision="fp32", capture=capture)
+    before = step.flat.masters.clone()
+    with pytest.raises(ConfigError, match=message):
+        step(torch.randn(4, 3))
+    assert step.taken == 0
+    assert torch.equal(step.flat.masters, before)
 
 
 def test_a_complex_loss_and_sparse_gradients_are_refused():

@@ -211,6 +211,10 @@ def test_what_is_recomputed_is_not_kept_and_costs_what_it_says() -> None:
     assert kept["fused"] - kept["lean"] == 6 * tokens * (2 * 512 + 2048) * 2
     assert kept["lean"] - kept["leanest"] == 6 * tokens * 2048 * 2
     fused, lean, leanest = (step_cost(config, batch=512, plan=plan) for plan in (FUSED, LEAN, LEANEST))
+    passes = {op.name: op.bytes * op.count for op in lean.ops if op.name.endswith(".again")}
+    assert passes["gelu.again"] == 6 * tokens * 2 * 2048 * 2
+    assert passes["norm.again"] == pytest.approx(12 * tokens * (2 * 512 * 2 + 8), rel=1e-3)
+    assert {op.name for op in leanest.ops if op.name.endswith(".again")} == {"norm.again", "mlp_up.again"}
     assert fused.flops == lean.flops == leanest.flops
     assert fused.executed_flops == lean.executed_flops
     assert leanest.executed_flops - fused.executed_flops == 6 * 2 * tokens * 512 * 2048

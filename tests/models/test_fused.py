@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from ridgeline.cost import storage
+from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.models import Decoder, DecoderConfig, LanguageConfig, LanguageModel
 from ridgeline.models.init import initialise
+from ridgeline.models.memory import block_saved
+from ridgeline.models.plan import FUSED, LEAN, LEANEST, StoragePlan
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
 
@@ -88,6 +92,40 @@ def test_bf16_error_is_at_most_one_and_a_half_times_pytorchs(name: str) -> None:
     errs_at_most_one_and_a_half_times_as_pytorch(decoder(CONFIGS[name]))
 
 
+@pytest.mark.parametrize("plan", ["lean", "leanest"])
+@pytest.mark.parametrize("name", ["relative, dropout, exact", "one key/value head, RMSNorm, no biases"])
+def test_what_is_made_again_is_what_was_not_kept(name: str, plan: str) -> None:
+    model = decoder(CONFIGS[name], layers=2)
+    x, dy = inputs(model, 3)
+    kept, again = (run(model, impl, torch.float32, x, dy) for impl in ("fused", f"fused+{plan}"))
+    for key, value in kept.items():
+        torch.testing.assert_close(again[key], value, rtol=1e-6, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("plan", [FUSED, LEAN, LEANEST], ids=lambda plan: plan.name)
+def test_the_blocks_keep_what_the_accounting_says(plan: StoragePlan) -> None:
+    """Every tensor that the stack's node holds besides weights, by the memory that it keeps alive."""
+    model, _ = language("fused" if plan is FUSED else f"fused+{plan.name}", layers=3)
+    decoder = model.decoder
+    node = decoder(torch.randn(2, 13, 48, requires_grad=True)).grad_fn.next_functions[0][0]
+    held: dict[int, int] = {}
+
+    def hold(value: object) -> None:
+        if isinstance(value, Tensor):
+            held[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                hold(item)
+        elif hasattr(value, "__dict__"):
+            hold(list(vars(value).values()))
+
+    hold([node.saved, node.joined])
+    c, rows = decoder.config, 2 * 13
+    block = sum(block_saved(c, 13, storage("fp32"), plan).values())
+    final = (2 * c.width + 2) * 4  # the last join's stream, norm and statistics
+    assert sum(held.values()) == rows * (3 * block + final)
+
+
 def test_evaluation_draws_no_masks() -> None:
     model = decoder(CONFIGS["relative, dropout, exact"]).eval()
     x = torch.randn(2, 13, 24)
@@ -118,6 +156,45 @@ def test_sinks_receive_what_autograd_would(name: str) -> None:
         join(list(sinks.values()))
         for key, sink in sinks.items():
             torch.testing.assert_close(sink.target, repeat * expected[key], rtol=1e-5, atol=1e-6, msg=key)
+
+
+def language(impl: str, **trunk: object) -> tuple[LanguageModel, dict[str, Tensor]]:
+    """A model of width 48, whose attention runs in tiles, and a batch of its context."""
+    config = DecoderConfig(**{"layers": 1, "width": 48, "heads": 3, "context": 13, **trunk})  # type: ignore[arg-type]
+    model = LanguageModel(LanguageConfig(vocabulary=11, decoder=config), impl=impl, seed=0)
+    return model, {name: torch.randint(11, (2, config.context)) for name in ("tokens", "targets")}
+
+
+@pytest.mark.parametrize("impl", ["fused", "m0"])
+def test_a_backward_pass_that_cannot_be_right_is_refused(impl: str) -> None:
+    model, batch = language(impl)
+    loss = model.loss(batch)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedError, match="differentiated once a forward pass"):
+        loss.backward()
+    loss = model.loss(batch)
+    with torch.no_grad():
+        model.decoder.blocks[0].mlp.up.weight.mul_(2)
+    with pytest.raises(UnsupportedError, match="changed in place between a forward and its backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("positions", ["learned", "relative", "none"])
+@pytest.mark.parametrize("impl", ["reference", "torch", "fused", "r16"])
+def test_a_sequence_beyond_the_context_is_refused(impl: str, positions: str) -> None:
+    model, _ = language(impl, positions=positions, position_table=None if positions == "none" else 20)
+    longer = {name: torch.zeros(2, 14, dtype=torch.int64) for name in ("tokens", "targets")}
+    with pytest.raises(ConfigError, match="14 positions is longer than the model's context=13"):
+        model.loss(longer)
+
+
+@pytest.mark.parametrize("impl", ["fused", "r16"])
+def test_autocast_is_not_ignored(impl: str) -> None:
+    model, batch = language(impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(UnsupportedError, match=r"torch\.float32, and autocast would cast.*model\.bfloat16"):
+            model.loss(batch)
+        model.bfloat16().loss(batch).backward()
 
 
 @pytest.mark.parametrize("tied", [False, True])

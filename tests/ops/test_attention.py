@@ -169,7 +169,7 @@ def test_the_reference_is_always_available() -> None:
         ({"table": torch.zeros(8, 16)}, "R at least T = 9"),
         ({"table": torch.zeros(9, 8)}, "table must be"),
         ({"v": torch.zeros(2, 9, 2, 16, dtype=torch.float64)}, "v must be torch.float32"),
-        ({"p": 1.0}, "p must be in"),
+        ({"p": 1.0}, "p must be from 0 to"),
         ({"scale": 0.0}, "scale must be positive"),
         ({"impl": "cud"}, "did you mean cuda"),
     ],

@@ -110,7 +110,7 @@ def test_frequency() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "p", "message"),
-    [((2, 3, 6), 0.1, "C a multiple of 4"), ((6, 8), 0.1, "C a multiple of 4"), ((2, 3, 8), 1.0, "p must be in")],
+    [((2, 3, 6), 0.1, "C a multiple of 4"), ((6, 8), 0.1, "C a multiple of 4"), ((2, 3, 8), 1.0, "p must be from 0 to")],
 )
 def test_bad_input(shape: tuple[int, ...], p: float, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -16,6 +16,7 @@ KERNELS = {  # as in orders.cu, and what is said without the order
     "a copy into shared memory": "copies of barrier",
     "a copy over what is read": "by copies of barrier",
     "a copy from shared memory": "is not ordered after a read by copies of thread 0",
+    "an arrival at a block that leaves": "may come when block",
 }
 
 

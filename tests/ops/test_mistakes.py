@@ -17,7 +17,7 @@ from ridgeline.ops.dropout import DropoutState, dropout
 from ridgeline.ops.embedding import embedding
 from ridgeline.ops.heads import HeadWeights, heads_losses
 from ridgeline.ops.inputs import InputColumns, input_layer
-from ridgeline.ops.linear import linear
+from ridgeline.ops.linear import Masks, linear
 from ridgeline.ops.mlp import Mlp, Norm, mlp_half, norm_project, project_join
 from ridgeline.ops.norm import norm, residual_norm
 from ridgeline.ops.policy_heads import policy_heads
@@ -138,6 +138,53 @@ def test_every_argument_is_refused_where_it_does_not_fit(op: Op) -> None:
             else:
                 told = "nothing"
             assert re.search("must .* got ", told), f"{name} as {what}: {told}"
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_all_arguments_alike_in_a_dtype_that_is_none(op: Op, dtype: torch.dtype) -> None:
+    arguments = {name: x if name in op.integers else x.to(dtype) for name, x in made(op).items()}
+    with pytest.raises((ValueError, UnsupportedError), match=rf"must .* got .*{dtype}"):
+        op.call(*arguments.values())
+
+
+P_ON = {
+    "attention": lambda p, s: attention(*made(OPS["attention"]).values(), scale=0.3, p=p, dropout=s),
+    "dropout": lambda p, s: dropout(torch.randn(2, 3, 8), p, s, 0),
+    "embedding": lambda p, s: embedding(*made(OPS["embedding"]).values(), p=p, dropout=s),
+    "residual_norm": lambda p, s: residual_norm(*made(OPS["residual_norm"]).values(), p=p, dropout=s),
+    "linear": lambda p, s: linear(
+        torch.randn(2, 3, 8), torch.randn(4, 8), residual=torch.randn(2, 3, 4), masks=Masks(p, s, 0, 3)
+    ),
+    "project_join": lambda p, s: project_join(
+        *list(made(OPS["project_join"]).values())[:4],
+        Norm("layernorm", EPS, torch.ones(8), torch.ones(8)),
+        masks=Masks(p, s, 0, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("call", P_ON.values(), ids=P_ON)
+def test_what_dropout_draws_from_is_checked_everywhere(call: Callable[[float, DropoutState], Any]) -> None:
+    for p in (0.0, 0.3, 1 - 2.0**-15):
+        call(p, state())
+    for p in (-0.1, 1 - 2.0**-16, 1.0, 2.0, float("nan")):
+        with pytest.raises(UnsupportedError, match=r"p must be from 0 to .*, got"):
+            call(p, state())
+    for seed_step in (
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([1]),
+        torch.tensor([1, 2]).int(),
+        torch.ones(4).long()[::2],
+    ):
+        with pytest.raises(UnsupportedError, match=r"seed_step must be int64\[2\], contiguous, on cpu, got"):
+            call(0.3, DropoutState(seed_step))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan")])
+def test_attentions_scale_is_a_positive_number(scale: float) -> None:
+    with pytest.raises(UnsupportedError, match="scale must be positive and finite"):
+        attention(*made(OPS["attention"]).values(), scale=scale)
 
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "heads_losses", "input_layer"])

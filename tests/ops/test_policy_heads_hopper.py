@@ -4,6 +4,7 @@ Each head runs under its own seed of the emulation's scheduler, with wgmma early
 """
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ def test_compiles_for_hopper_in_registers(place: HeadPlace, tmp_path: Path, monk
     cubin = cuda.build(hopper.SOURCE, hopper.defines(HAL, place, torch.bfloat16, torch.int64))
     usage = cubin.resources()["head"]
     assert usage.spill_loads == 0
-    assert "C7510" not in cubin.log and "C7515" not in cubin.log  # wgmma serialised
+    assert not {"C7510", "C7515"} & set(re.findall(r"C\d+", cubin.log))  # wgmma serialised
     assert hopper.smem(place) <= hopper.SMEM_LIMIT
     assert hopper.unfit(HAL, torch.bfloat16) is None
 

@@ -212,7 +212,7 @@ def input_cases() -> dict[str, Case]:
             input_vector_kernel,
             pointers("i16 categories; fp32 numbers; u8 previous; bf16 tables out; i32 columns"),
             {"N": "i32"},
-            {"K": 5, "M": 18, "H": 3, "W": 168, "ROWS": 8, "BLOCK_W": 256},
+            {"K": 5, "M": 18, "H": 3, "W": 168, "EMBEDDED": 92, "ROWS": 8, "BLOCK_E": 128, "BLOCK_W": 128},
             Launch(rows=8, warps=4),
         ),
         "dropout": Case(

@@ -242,6 +242,17 @@ def test_curves_are_drawn_over_steps_seconds_and_positions_and_rows_are_tables()
     assert strength.title == "Strength: boxing"
 
 
+def test_a_table_of_anything_has_short_lists_and_what_is_true():
+    rows = [{"way": "eager", "faster": False, "ms": [1.5, 2], "long": [1.0] * 9, "words": ["a"], "lone": None}]
+    curves = [{"figure": "turns", "name": "turns", "rows": [*rows, {**rows[0], "faster": True, "ms": []}]}]
+    (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
+    assert section.table.headers == ["way", "faster", "ms 1", "ms 2", "lone"]
+    assert [[cell.text for cell in row] for row in section.table.rows] == [
+        ["eager", "no", "1.5", "2", "–"],
+        ["eager", "yes", "–", "–", "–"],
+    ]
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_legend_stays_on_the_page(narrow):
     """Long names take fewer columns; a change of the first line's model is named without the model."""

@@ -107,7 +107,7 @@ def test_lanes_are_settled_before_the_clock_starts_and_kept_from_then_on(few_gam
         asked.append((config.lanes, batches.position))
         if config.lanes == 0:
             time.sleep(0.5)
-        return dataclasses.replace(config, lanes=2), "2 lanes of 1 lane 2.5 ms, 2 lanes 1.25 ms"
+        return dataclasses.replace(config, lanes=1), "1 lane of 1 lane 1.25 ms, 2 lanes 2.5 ms"
 
     monkeypatch.setattr(clocked, "settle_lanes", measure)
     task = Task(to_dict(contender.config), str(tmp_path / "one"), (0.0, 0.2, 0.4), 1)
@@ -116,12 +116,12 @@ def test_lanes_are_settled_before_the_clock_starts_and_kept_from_then_on(few_gam
     training.close()
     assert min(start.setup_s, point.setup_s) >= 0.5
     assert 0.2 <= point.seconds < 0.5
-    assert read_toml(tmp_path / "one" / "config.toml")["lanes"] == 2
-    assert checkpoint.load(tmp_path / "one" / checkpoint_name(0.2)).meta["config"]["lanes"] == 2
+    assert read_toml(tmp_path / "one" / "config.toml")["lanes"] == 1
+    assert checkpoint.load(tmp_path / "one" / checkpoint_name(0.2)).meta["config"]["lanes"] == 1
     list(train_on_clock(task))
-    assert asked == [(0, 0), (2, 0)]
+    assert asked == [(0, 0), (1, 0)]
     machines = clocked.read_machines(tmp_path / "one")
-    assert [line["lanes"] for line in machines] == ["2 lanes of 1 lane 2.5 ms, 2 lanes 1.25 ms"] * 2
+    assert [line["lanes"] for line in machines] == ["1 lane of 1 lane 1.25 ms, 2 lanes 2.5 ms"] * 2
     assert [line["from"] for line in machines] == [0, point.seconds]
 
 

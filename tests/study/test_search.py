@@ -81,7 +81,7 @@ def test_chosen_values_are_those_of_the_config() -> None:
 
 def test_heads_follow_the_width_or_are_chosen() -> None:
     base = find_config("gpt2-c256")
-    space = narrowed(default_space(base, games=False), ["heads=2,3,4", "width=96"])
+    space = narrowed(default_space(base, games=False), ["heads=2,3,3,4", "width=96"])
     assert space["heads"] == (2, 3, 4)
     params = {name: values[0] for name, values in space.items()}
     heads = [configure(base, {**params, "heads": n}, 60.0).model.decoder for n in (2, 3)]
@@ -109,6 +109,7 @@ def test_floors_order_candidates_as_their_work_does() -> None:
         (["lr=fast"], "range of learning rates"),
         (["lr=2:1"], "range of learning rates"),
         (["stride=2"], "games only"),
+        (["layers=1", "width=64", "layers=2"], "layers is given twice; give all that it may be at once"),
     ],
 )
 def test_no_such_space(words: list[str], error: str) -> None:
@@ -201,7 +202,7 @@ def test_what_cannot_be_fast_enough_is_never_trained(
         (["--budget", "1s", "--trial", "2s"], "shorter than one trial"),
         (["--budget", "soon"], "no time"),
         (["--target", "ko=0.9"], "knockouts are of games"),
-        (["--storage", "mysql://"], "cannot be used"),
+        (["--storage", "mysql://"], "install the database's driver, or give another"),
         (
             ["--space", "width=17,33"],
             "width=17 without heads is no multiple of the base's head width 8; width=33 without heads",
@@ -298,7 +299,12 @@ def test_a_refusal_is_followed_by_what_is_possible(
 ) -> None:
     """Of 40 widths one can be trained: the sampler alone would find it in one of 40 trials."""
     widths = ",".join(["16", *(str(17 + 2 * n) for n in range(39))])
-    assert main(options(text, tmp_path / "out", "--json", "--space", *SPACE, f"width={widths}", budget="6s")) == 0
+    assert (
+        main(
+            options(text, tmp_path / "out", "--json", "--space", *SPACE[:1], f"width={widths}", *SPACE[2:], budget="6s")
+        )
+        == 0
+    )
     states = [t["state"] for t in json.loads(capsys.readouterr().out.splitlines()[-1])["trials"]]
     assert "complete" in states
     assert ("refused", "refused") not in itertools.pairwise(states)

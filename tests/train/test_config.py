@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -40,6 +41,10 @@ def test_engines_are_named_once_rungs_and_their_single_changes_included(config, 
     assert change(config, engine="m2+reuse").engine == "m2+reuse"
     assert engine_called("m3") is ENGINES["m3"]
     assert engine_called("r16").lanes == 2
+    assert engine_called("best+lean") == dataclasses.replace(ENGINES["best"], impl="fused+lean")
+    assert change(config, engine="best+leanest").engine == "best+leanest"
+    with pytest.raises(RidgelineError, match=r"fused.leen: unknown plan 'leen'; did you mean lean"):
+        change(config, engine="best+leen")
     alone = engine_called("m2+capture")
     assert (alone.impl, alone.capture, alone.own, alone.prefetch) == ("m2+capture", True, True, False)
     for name in ("m2+captur", "m5"):

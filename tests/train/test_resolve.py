@@ -120,6 +120,13 @@ def test_on_a_card_auto_is_the_fastest_and_best_is_the_fused_blocks_or_says_why(
     assert settle_engine(best, "auto").engine == "graph"
 
 
+def test_pytorchs_own_step_has_no_lanes(config, change):
+    settled = change(config, engine="eager", precision="fp32", lanes=2)
+    with pytest.raises(UnsupportedError, match=r"lanes=2 is the step engine's, .*; set lanes to 1 or 0"):
+        make_step(build_model(settled), settled)
+    assert make_step(build_model(settled), change(settled, lanes=1))
+
+
 def test_engines_of_pytorchs_own_graphs_do_not_train_in_several_processes(config, change):
     settled = change(config, engine="reduce-overhead", precision="fp32")
     with pytest.raises(UnsupportedError, match="no place for an all-reduce over 2 processes; use best"):

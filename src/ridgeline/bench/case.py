@@ -11,7 +11,7 @@ from ridgeline.hardware.spec import GIB, MIB
 from ridgeline.models import ModelConfig
 from ridgeline.models.accounting import check_context, part_of, step_cost
 from ridgeline.models.memory import Memory, memory
-from ridgeline.models.plan import PLAIN, PLANS, StoragePlan
+from ridgeline.models.plan import LEAN, LEANEST, PLAIN, PLANS, StoragePlan
 
 FUSED_FROM = (8, 0)  # compute capability from which the fused block runs
 MOST_PARTS = 1024  # parts of a batch that are worth naming
@@ -128,7 +128,8 @@ def check_fits(case: Case, spec: DeviceSpec) -> None:
         if (can_fuse(spec) or not plan.fused) and replace(case, plan=plan).fits(spec)
     ]
     if leaner:
-        ways.append(f"or use the plan {leaner[0]}")
+        engine = f" (engine best+{leaner[0]})" if PLANS[leaner[0]] in (LEAN, LEANEST) else ""
+        ways.append(f"or use the plan {leaner[0]}{engine}")
     over = peak - have
     more = f"{over / GIB:.1f} GiB" if over > GIB / 10 else f"{max(1, round(over / MIB))} MiB"
     raise ConfigError(

@@ -28,11 +28,10 @@ from ridgeline.engine.distributed import launched
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models import build
 from ridgeline.models.decoder import Attention
-from ridgeline.models.rungs import is_rung
 from ridgeline.ops.attention.reference import skew
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig
-from ridgeline.train.config import ENGINES, Engine, engine_called
+from ridgeline.train.config import ENGINES, Engine, engine_called, has_changes
 from ridgeline.train.engines import engine_step, find_engine
 from ridgeline.train.lanes import CANDIDATES, measures_lanes
 from ridgeline.train.step import TorchStep
@@ -80,12 +79,12 @@ def find_contender(asked: str) -> Contender:
 
     Raises:
         ConfigError: no such contender or variant.
-        UnsupportedError: a rung with a change that it does not know.
+        UnsupportedError: an engine with a change that it does not know.
     """
     name, *variants = asked.split(":")
     if not asked:
         raise ConfigError("the name of a contender is empty; name them with commas between them, such as eager,compile")
-    if name not in CONTENDERS and not is_rung(name):
+    if name not in CONTENDERS and not has_changes(name):
         raise ConfigError(nearest(name, CONTENDERS, "contender"))
     for variant in variants:
         if variant not in VARIANTS:

@@ -35,9 +35,10 @@ class Options:
         workload: a preset or a file of settings, or either with settings changed: gpt2-c256+kv_heads=1; on the CPU a
             smaller batch and context of it.
         contenders: names with commas between them: eager, compile, reduce-overhead, max-autotune, graph,
-            compile+graph, best, the rungs m0 m1 m2 m3 r16, the peers transformers and liger; NAME:copies and
-            NAME:autocast say how half precision is stored, NAME:explicit that attention is written out, NAME:host
-            that batches come from the host. Without it every engine on a card, eager and compile on the CPU.
+            compile+graph, best, the rungs m0 m1 m2 m3 r16, the peers transformers and liger; best+lean and
+            best+leanest keep less for the backward pass; NAME:copies and NAME:autocast say how half precision is
+            stored, NAME:explicit that attention is written out, NAME:host that batches come from the host. Without it
+            every engine on a card, eager and compile on the CPU.
         batch: windows a step, of one card.
         context: positions a window.
         precision: bf16, fp16, tf32 or fp32; without it bf16 where the card has it.

@@ -28,8 +28,8 @@ class Options:
         batch: windows in a step; without it the preset's.
         context: positions in a window; without it the preset's.
         precision: bf16, fp16, tf32 or fp32; without it the best of bf16, fp16 and fp32 that the card has.
-        plan: what is stored for the backward pass: plain, fused, lean or leanest; without it what this package does
-            on the card.
+        plan: what is stored for the backward pass: plain, as PyTorch does; fused, lean or leanest, as the engines best,
+            best+lean and best+leanest do; without it what this package does on the card.
         accumulation: parts into which a batch is cut; without it the preset's.
         measure: run the step on the CUDA card that is here, profile it, and set measured times beside the floors.
         engine: how the measured step is run: eager, compile, graph, compile+graph, best, …; without it compile.

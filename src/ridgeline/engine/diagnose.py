@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ridgeline.engine.feed import Feed
 from ridgeline.engine.passes import Passes
+from ridgeline.models.plan import fused_plan
 
 
 def _watch(found: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -31,8 +32,8 @@ def first_bad(model: nn.Module, passes: Passes, feed: Feed) -> str:
         feed: holds the batch.
     """
     found: list[str] = []
-    plain = [module for module in model.modules() if getattr(module, "impl", None) == "fused"]
-    for module in plain:  # whose blocks are no calls of modules; the reference computes the same function by such
+    fused = {module: module.impl for module in model.modules() if fused_plan(getattr(module, "impl", None))}
+    for module in fused:  # whose blocks are no calls of modules; the reference computes the same function by such
         module.impl = "reference"  # type: ignore[assignment]
     handles = [module.register_forward_hook(_watch(found, name)) for name, module in model.named_modules()]
     try:
@@ -50,6 +51,6 @@ def first_bad(model: nn.Module, passes: Passes, feed: Feed) -> str:
     finally:
         for handle in handles:
             handle.remove()
-        for module in plain:
-            module.impl = "fused"  # type: ignore[assignment]
+        for module, impl in fused.items():
+            module.impl = impl
     return "none; the batch of the bad steps was another one"

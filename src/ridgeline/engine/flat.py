@@ -51,12 +51,22 @@ def _check(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
                 "device"
             )
     for name, parameter in trainable:
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ConfigError(f"parameter {name} has no values; call the model once, so that lazy modules get theirs")
         if parameter.dtype != torch.float32:
             raise ConfigError(
                 f"parameter {name} is {parameter.dtype}; hand over an fp32 model (model.float()) and choose the "
                 "precision of the step instead"
             )
+        _refuse_hooks(name, parameter)
     return device
+
+
+def _refuse_hooks(name: str, parameter: nn.Parameter) -> None:
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ConfigError(
+            f"parameter {name} has a hook on its gradient, which a step does not call; put what it does into the loss"
+        )
 
 
 class FlatParameters:
@@ -92,6 +102,7 @@ class FlatParameters:
         self.compute = compute
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self._model, self._learns = model, {id(p): p.requires_grad for _, p in named}
+        self._at_rest = {id(p): name for name, p in trainable}
         by_name = dict(trainable)
         for name in orthogonal:
             if name not in by_name or by_name[name].dim() != 2:
@@ -154,12 +165,13 @@ class FlatParameters:
         """That the model's parameters are those that the buffers were made for, and lie in them.
 
         Raises:
-            ConfigError: one was replaced, moved, added, frozen or thawed.
+            ConfigError: one was replaced, moved, added, frozen, thawed or given a hook.
         """
         low, high = self.masters.data_ptr(), self.masters.data_ptr() + 4 * self.size
         for module, name, at_rest, _ in self._sites:
             trained = self._learns.get(id(at_rest), False)
-            if getattr(module, name) is not at_rest or (trained and not low <= at_rest.data_ptr() < high):
+            lies_there = not trained or at_rest.numel() == 0 or low <= at_rest.data_ptr() < high
+            if getattr(module, name) is not at_rest or not lies_there:
                 raise ConfigError(
                     f"{type(module).__name__}.{name} was replaced or moved after the step was built; move and convert "
                     "the model first, and load weights with load_state_dict(…, assign=False)"
@@ -169,6 +181,7 @@ class FlatParameters:
                 raise ConfigError(
                     f"parameter {name} was added, frozen or thawed after the step was built; build it anew"
                 )
+            _refuse_hooks(name, parameter)
 
     @contextlib.contextmanager
     def swapped(self, lane: int = 0) -> Iterator[None]:
@@ -180,6 +193,10 @@ class FlatParameters:
         finally:
             for module, name, at_rest, _ in self._sites:
                 setattr(module, name, at_rest)
+
+    def name_at_rest(self, tensor: Tensor | None) -> str | None:
+        """The name of a parameter that learns, as the module holds it between steps; None for any other tensor."""
+        return self._at_rest.get(id(tensor))
 
     def written_buffers(self) -> list[str]:
         """Buffers whose copies the model has written to since the last refresh; the model's own stay as they were."""

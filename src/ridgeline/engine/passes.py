@@ -9,7 +9,7 @@ the order of the parts, then over the lanes in their order, so the sum is the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,17 @@ def _scalar(value: object, what: str) -> Tensor:
     raise ConfigError(f"{what}; got {got}")
 
 
+def _graph(loss: Tensor) -> Iterator[Any]:
+    """The nodes of a loss's autograd graph, each once."""
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes.extend(source for source, _ in node.next_functions)
+            yield node
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     """How a step's samples are cut.
@@ -98,6 +109,7 @@ class Passes:
     Attributes:
         loss: as given.
         whole: fp32[1], the own loss of a batch in one piece; None where the loss lies in the lanes' slots.
+        watchful: in the pass that comes next it is seen to that no gradient goes past the leaves; then it is False.
     """
 
     def __init__(
@@ -115,6 +127,7 @@ class Passes:
         self.seed_step, self.loss_scale = seed_step, loss_scale
         self.mark: Mark = no_mark
         self.whole: Tensor | None = None
+        self.watchful = True
         # the loss's own gradient: for a stranger, who might write to it, it is filled anew in every step
         self._one = one(flat.device) if own else None
         self._streams: list[torch.cuda.Stream] = []
@@ -144,6 +157,7 @@ class Passes:
             del targets
             self._join()
         self.flat.merge()
+        self.watchful = False
 
     def _in(self, lane: int) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[lane - 1]) if lane and self._streams else contextlib.nullcontext()
@@ -160,7 +174,7 @@ class Passes:
         """The piece's share of the step's loss, scaled, with its graph; notes the loss and its weight.
 
         Raises:
-            ConfigError: the loss is no real scalar, or has no gradient.
+            ConfigError: the loss is no real scalar, has no gradient, or has some that goes past the leaves.
         """
         convert = None if self.precision.compute == torch.float32 else self.precision.compute
         number, pieces = part * self.cut.lanes + lane, self.cut.pieces
@@ -175,8 +189,23 @@ class Passes:
                     "the loss has no gradient: it was detached, computed under no_grad, or comes from no weight that "
                     "trains"
                 )
+            if self.watchful:
+                self._watch(loss, lane)
             target = self._weighted(loss.float(), piece, part, lane)
             return target * self.loss_scale.view(()) if self.precision.scaled else target
+
+    def _watch(self, loss: Tensor, lane: int) -> None:
+        for node in _graph(loss):
+            name = self.flat.name_at_rest(getattr(node, "variable", None))
+            if name is not None:
+                raise ConfigError(
+                    f"the loss reads parameter {name} from a list, closure or the like, where a step cannot put its "
+                    "own; read it from its module whenever it is used"
+                )
+            if type(node).__name__ == "CheckpointFunctionBackward":
+                raise ConfigError("a step would lose gradients of a checkpoint with use_reentrant=True; pass False")
+        if any(leaf.grad is not None for leaf in self.flat.lanes[lane].leaves):
+            raise ConfigError("the loss runs a backward pass of its own; return the sum of all that is to be minimised")
 
     def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int) -> Tensor:
         """The loss times its share of the whole batch; adds both to the lane's slots, unless it is all of it."""

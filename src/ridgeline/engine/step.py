@@ -222,7 +222,7 @@ class TrainStep:
         else:
             feed = Feed(leaves, spec, self.device, prefetch=self._prefetch)
         reduction = Reduction(self.replicas, self.flat) if self.replicas.world > 1 else None
-        program = self._program(feed, reduction)
+        program, self.passes.watchful = self._program(feed, reduction), True
         if self._capture is None:
             if self.flat.has_fixed_copies:
                 self._try_forward(feed, leaves)
@@ -361,8 +361,8 @@ class TrainStep:
         """Stops a run that no longer trains. Waits for the device.
 
         Raises:
-            ConfigError: a parameter was replaced, moved, added, frozen or thawed, of which a captured step knows
-                nothing; one that is not captured says so at once.
+            ConfigError: a parameter was replaced, moved, added, frozen, thawed or given a hook, of which a captured
+                step knows nothing; one that is not captured says so at once.
             DivergedError: the last `bad_steps` steps were all skipped; names the step and the first bad tensor.
         """
         self.flat.check_views()

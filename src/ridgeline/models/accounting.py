@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ridgeline.cost import INSTRUCTION, OpCost, StepCost, Storage, storage
+from ridgeline.cost import OpCost, StepCost, Storage, storage
 from ridgeline.errors import ConfigError
 from ridgeline.hardware import Precision
 from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig, PolicyConfig
@@ -28,7 +28,6 @@ from ridgeline.ops.linear.cost import (
 from ridgeline.ops.norm.cost import norm_backward, norm_forward
 from ridgeline.ops.optimizer.cost import accumulate, adamw, gradient_norm
 
-RENORMALISE_FLOPS = 4 * INSTRUCTION  # x → (x − mean) · rstd · scale + shift, statistics known
 CHUNKED_VOCABULARY = 8192  # from here on the fused loss keeps no logits tensor
 
 
@@ -206,11 +205,12 @@ def block_cost(c: DecoderConfig, B: int, T: int, store: Storage, plan: StoragePl
     ops = [*attention(attention_shape(c, B, T, plan), store=store, count=L)]
     if plan.scores and c.groups < c.heads:
         ops += _expand(c, N, store)
-    again = 0 if plan.normalised else RENORMALISE_FLOPS
+    if not plan.normalised:
+        ops.append(_again(norm_forward("norm", N, c.width, kind=c.norm, bias=c.bias, store=store, count=2 * L)))
     ops += [
         linear_forward("qkv", N, c.width, c.qkv_width, bias=c.bias, store=store, count=L),
         linear_input_gradient("qkv", N, c.width, c.qkv_width, store=store, count=L),
-        linear_weight_gradient("qkv", N, c.width, c.qkv_width, bias=c.bias, store=store, element_flops=again, count=L),
+        linear_weight_gradient("qkv", N, c.width, c.qkv_width, bias=c.bias, store=store, count=L),
     ]
     mixed, rides = c.heads * c.head_dim, plan.join == "product"
     drop = MASK_FLOPS if rides and c.dropout > 0 else 0
@@ -225,6 +225,11 @@ def block_cost(c: DecoderConfig, B: int, T: int, store: Storage, plan: StoragePl
     if c.dropout > 0 and not plan.fused:
         ops += dropout_pass("dropout", N * c.width, store=store, count=2 * L)
     return ops
+
+
+def _again(op: OpCost) -> OpCost:
+    """A forward pass' work repeated in the backward pass, because its result was not kept."""
+    return replace(op, name=f"{op.name}.again", phase="backward")
 
 
 def _expand(c: DecoderConfig, N: int, store: Storage) -> list[OpCost]:
@@ -245,25 +250,16 @@ def _mlp(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan, drop: int)
         linear_forward("mlp_down", N, F, C, bias=c.bias, store=store, reads=int(rides), element_flops=drop, count=L),
     ]
     if not plan.preactivation:
-        ops.append(linear_again("mlp_up", N, C, F, store=store, count=L))
+        ops.append(linear_again("mlp_up", N, C, F, store=store, writes=2, element_flops=gelu, count=L))
+    elif not plan.activation:
+        ops.append(_again(gelu_pass("gelu", N, F, c.gelu, store=store, count=L)[0]))
     ops += [
         linear_input_gradient(
             "mlp_down", N, F, C, store=store, reads=int(plan.fused), element_flops=derivative, count=L
         ),
-        linear_weight_gradient(
-            "mlp_down", N, F, C, bias=c.bias, store=store, element_flops=0 if plan.activation else gelu, count=L
-        ),
+        linear_weight_gradient("mlp_down", N, F, C, bias=c.bias, store=store, count=L),
         linear_input_gradient("mlp_up", N, C, F, store=store, count=L),
-        linear_weight_gradient(
-            "mlp_up",
-            N,
-            C,
-            F,
-            bias=c.bias,
-            store=store,
-            element_flops=0 if plan.normalised else RENORMALISE_FLOPS,
-            count=L,
-        ),
+        linear_weight_gradient("mlp_up", N, C, F, bias=c.bias, store=store, count=L),
     ]
     return ops if plan.fused else [*ops, *gelu_pass("gelu", N, F, c.gelu, store=store, count=L)]
 

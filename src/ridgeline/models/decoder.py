@@ -6,7 +6,8 @@
 Implementations (`impl`):
     reference   explicit attention in the tensors' dtype; dropout masks from the counter of ops.dropout
     torch       what a PyTorch expert writes: scaled_dot_product_attention and F.dropout (PyTorch's own masks)
-    fused       the reference's function, masks included, by the kernels of models.fused
+    fused       the reference's function, masks included, by the kernels of models.fused; fused+lean and fused+leanest
+                keep less for the backward pass (models.plan)
     m0 … r16    the same function on a rung of the ladder (models.rungs), single changes such as m2+reuse included
 """
 
@@ -21,9 +22,10 @@ from torch import Tensor, nn
 
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models.config import DecoderConfig
+from ridgeline.models.plan import fused_plan
 from ridgeline.models.rungs.ladder import find_rung, is_rung
 from ridgeline.ops.attention.reference import attention_reference, skew
-from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
+from ridgeline.ops.dropout import DropoutState, check_dropping, hidden_keep, quantise
 
 IMPLEMENTATIONS = ("reference", "torch", "fused")
 EMBEDDING_SITE = 0
@@ -35,9 +37,9 @@ def check_impl(impl: str) -> str:
     Raises:
         UnsupportedError: there is no such implementation; says which are near.
     """
-    if is_rung(impl):
+    if isinstance(impl, str) and is_rung(impl):
         find_rung(impl)
-    elif impl not in IMPLEMENTATIONS:
+    elif fused_plan(impl) is None and impl not in IMPLEMENTATIONS:
         raise UnsupportedError(nearest(impl, IMPLEMENTATIONS, "implementation"))
     return impl
 
@@ -193,7 +195,7 @@ class Decoder(nn.Module):
     @property
     def fuses_ends(self) -> bool:
         """Whether the model's input and heads run by fused kernels, as its blocks do."""
-        return self.impl == "fused" or (is_rung(self.impl) and find_rung(self.impl).pointwise != "unfused")
+        return fused_plan(self.impl) is not None or (is_rung(self.impl) and find_rung(self.impl).pointwise != "unfused")
 
     def products(self) -> contextlib.AbstractContextManager[object]:
         """What the linear layers around the decoder run in: on a rung, its products take PyTorch's place."""
@@ -215,9 +217,23 @@ class Decoder(nn.Module):
     def _placed(self, x_BTC: Tensor) -> Tensor:
         """An input with its positions added."""
         T = x_BTC.shape[1]
+        self.check_length(T)
+        return x_BTC if self.positions is None else x_BTC + self.positions[:T].to(x_BTC.dtype)
+
+    def check_length(self, T: int) -> None:
+        """Raises ConfigError where a sequence of T positions is longer than the model's context."""
         if self.config.context < T:
             raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
-        return x_BTC if self.positions is None else x_BTC + self.positions[:T].to(x_BTC.dtype)
+
+    def _check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
+        """Raises UnsupportedError where kernels would not compute what PyTorch's operations do in their place."""
+        device = x_BTC.device
+        check_dropping(self.config.dropout, dropout, device)
+        if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != x_BTC.dtype:
+            raise UnsupportedError(
+                f"impl={self.impl!r} computes in the dtype of its weights, {x_BTC.dtype}, and autocast would cast "
+                "between its products; convert the model instead, as model.bfloat16() does, or take impl='torch'"
+            )
 
     def state_at(self, x_BTC: Tensor, at_B: Tensor) -> Tensor:
         """What `forward` gives at one position of each sequence: (B, C).
@@ -243,7 +259,9 @@ class Decoder(nn.Module):
         """`forward` for an input that holds its positions already."""
         if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
             dropout = self.next_dropout()
-        if self.impl == "fused":
+        if self.impl not in ("reference", "torch"):
+            self._check_kernels(x_BTC, dropout)
+        if fused_plan(self.impl) is not None:
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 
             return fused_stack(self, x_BTC, dropout)

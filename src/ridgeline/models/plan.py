@@ -42,6 +42,7 @@ class StoragePlan:
         return self.join != "pass"
 
 
+# what PyTorch's engines do, and what the engines best, best+lean and best+leanest do
 PLAIN = StoragePlan(name="plain", join="pass", scores=True, masks=True, loss="plain")
 FUSED = StoragePlan(name="fused", join="norm", scores=False)
 LEAN = StoragePlan(name="lean", join="norm", scores=False, normalised=False, activation=False)
@@ -60,4 +61,19 @@ def find_plan(name: str) -> StoragePlan:
     """
     if name not in PLANS:
         raise UnsupportedError(nearest(name, PLANS, "plan"))
+    return PLANS[name]
+
+
+def fused_plan(impl: object) -> StoragePlan | None:
+    """What the fused blocks keep as the implementation "fused", "fused+lean" or the like; None for any other.
+
+    Raises:
+        UnsupportedError: they have no such plan.
+    """
+    base, plus, name = str(impl).partition("+")
+    if base != FUSED.name or not plus:
+        return FUSED if base == FUSED.name else None
+    known = [plan.name for plan in PLANS.values() if plan.fused and plan is not FUSED]
+    if name not in known:
+        raise UnsupportedError(f"{impl}: {nearest(name, known, 'plan')}")
     return PLANS[name]

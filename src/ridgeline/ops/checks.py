@@ -13,6 +13,7 @@ from torch import Tensor
 from ridgeline.errors import UnsupportedError
 
 STORAGE = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (*STORAGE, torch.float64)  # the last for the plain implementations
 
 
 def _given(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]:
@@ -22,7 +23,7 @@ def _given(tensors: Mapping[str, Tensor | None]) -> Iterator[tuple[str, Tensor]]
 def floats(**tensors: Tensor | None) -> None:
     """Each holds floats and has an axis."""
     for name, tensor in _given(tensors):
-        if not tensor.is_floating_point():
+        if tensor.dtype not in FLOATS:
             raise UnsupportedError(f"{name} must be float32, bfloat16 or float16, got {tensor.dtype}")
         if tensor.dim() == 0:
             raise UnsupportedError(f"{name} must have at least one axis, got a scalar")

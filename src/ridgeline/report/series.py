@@ -30,6 +30,7 @@ AXES = {  # other axes of a loss: a curve's key → label, what the title says, 
     "seconds": ("seconds of training", " over time", 1.0),
     "tokens": ("million positions learned from", " over positions", 1e-6),
 }
+SHORT = 8  # numbers of a list that a table of anything has columns for
 PHASES = ("forward", "backward", "optimizer")
 
 
@@ -170,12 +171,8 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
 
 
 def _rows(record: Record, index: int, curve: dict[str, Any]) -> Section:
-    """A table of a record as it is; values that are no words or numbers are left out."""
-    rows = [
-        {name: value for name, value in row.items() if value is None or isinstance(value, str | int | float)}
-        for row in curve["rows"]
-        if isinstance(row, dict)
-    ]
+    """A table of a record as it is; of what is no word or number it has short lists of numbers, a column each."""
+    rows = [_flat(row) for row in curve["rows"] if isinstance(row, dict)]
     names = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[anything(row.get(name)) for name in names] for row in rows]
     title = str(curve.get("name", "rows"))
@@ -183,6 +180,16 @@ def _rows(record: Record, index: int, curve: dict[str, Any]) -> Section:
         key=f"{slug(title)}-{index}", title=title.capitalize(), lead="As the record has it.", chart=None,
         table=Table(headers=[name.replace("_", " ") for name in names], rows=cells), source=index,
     )  # fmt: skip
+
+
+def _flat(row: dict[str, Any]) -> dict[str, str | float | None]:
+    found: dict[str, str | float | None] = {}
+    for name, value in row.items():
+        if value is None or isinstance(value, str | int | float):
+            found[name] = value
+        elif isinstance(value, list) and len(value) <= SHORT and all(isinstance(v, int | float) for v in value):
+            found |= {f"{name} {place}": v for place, v in enumerate(value, 1)}
+    return found
 
 
 def op_section(record: Record, index: int) -> Section:

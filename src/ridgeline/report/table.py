@@ -54,8 +54,10 @@ def quantity(value: float | None) -> Cell:
     return Cell(text=NONE if value is None else amount(value))
 
 
-def anything(value: str | float | None) -> Cell:
+def anything(value: str | float | bool | None) -> Cell:
     """A cell for a value of which nothing more is known."""
+    if isinstance(value, bool):
+        return words("yes" if value else "no")
     if isinstance(value, str):
         return words(value)
     return quantity(value) if value is not None and abs(value) >= 1e4 else number(value, ".4g")

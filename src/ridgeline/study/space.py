@@ -64,9 +64,12 @@ def narrowed(space: Space, words: Sequence[str]) -> Space:
     Raises:
         ConfigError: an unknown name, no value, or one that cannot be.
     """
-    found = dict(space)
+    found, given = dict(space), set[str]()
     for word in words:
         name, _, text = word.partition("=")
+        if name in given:
+            raise ConfigError(f"{name} is given twice; give all that it may be at once, as {name}=VALUE,VALUE")
+        given.add(name)
         if name not in SETTINGS:
             raise ConfigError(nearest(name, SETTINGS, "setting of a search"))
         if name == "stride" and name not in space:
@@ -74,7 +77,9 @@ def narrowed(space: Space, words: Sequence[str]) -> Space:
         values = [value for value in text.split(",") if value]
         if not values:
             raise ConfigError(f"{word!r} leaves nothing to choose from; write {name}=VALUE,VALUE")
-        found[name] = _rates(word, values) if name == "lr" else tuple(_value(name, value) for value in values)
+        found[name] = (
+            _rates(word, values) if name == "lr" else tuple(dict.fromkeys(_value(name, value) for value in values))
+        )
     return found
 
 

@@ -87,5 +87,7 @@ def storage_errors(place: object) -> Iterator[None]:
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError, ValueError, ImportError) as error:
         if isinstance(error, RidgelineError):
             raise
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise RidgelineError(f"the storage {place} cannot be used ({reason}); free it, or give another") from error
+        cause = error.__cause__ or error
+        cure = "install the database's driver" if isinstance(cause, ImportError) else "free it"
+        reason = str(cause).splitlines()[0]
+        raise RidgelineError(f"the storage {place} cannot be used ({reason}); {cure}, or give another") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -11,10 +12,11 @@ from ridgeline.engine.precision import PRECISIONS
 from ridgeline.engine.step import MAX_SHAPES
 from ridgeline.errors import ConfigError, UnsupportedError, nearest
 from ridgeline.models import ModelConfig
+from ridgeline.models.plan import FUSED, fused_plan
 from ridgeline.models.rungs import RUNGS, Rung, find_rung, is_rung
 from ridgeline.optim import OptimizerConfig
 
-AUTO = "auto"
+AUTO, BEST = "auto", "best"
 TRACKERS = ("tensorboard", "wandb")
 STOPS = ("steps", "tokens", "minutes")
 
@@ -55,18 +57,33 @@ ENGINES = {
     "graph": Engine(capture=True),
     "compile+graph": Engine(compile="default", capture=True),
     **{name: _on_rung(rung) for name, rung in RUNGS.items()},
-    "best": Engine(capture=True, impl="fused"),
+    BEST: Engine(capture=True, impl=FUSED.name),
 }
 
 
+def is_best(name: str) -> bool:
+    """Whether an engine is the fused blocks, on whatever storage plan."""
+    return name.partition("+")[0] == BEST
+
+
+def has_changes(name: str) -> bool:
+    """Whether a name is an engine's with something changed, so that `engine_called` is the one to judge it."""
+    return is_rung(name) or (is_best(name) and name != BEST)
+
+
 def engine_called(name: str) -> Engine:
-    """The engine of a name that is decided: one of ENGINES, or a rung with single changes such as m2+reuse.
+    """The engine of a name that is decided: one of ENGINES, a rung with single changes, such as m2+reuse, or best on
+    another storage plan, such as best+lean.
 
     Raises:
         UnsupportedError: there is none.
     """
     if name in ENGINES:
         return ENGINES[name]
+    if is_best(name):
+        impl = name.replace(BEST, FUSED.name, 1)
+        fused_plan(impl)
+        return dataclasses.replace(ENGINES[BEST], impl=impl)
     if is_rung(name):
         return _on_rung(find_rung(name))
     raise UnsupportedError(nearest(name, ENGINES, "engine"))
@@ -89,8 +106,9 @@ class TrainConfig:
         optimizer: AdamW, schedule and clipping.
         precision: fp32, tf32, bf16 or fp16; "auto" for bf16 where a CUDA card has it, else fp32.
         engine: how a step is run: PyTorch's eager, compile, reduce-overhead, max-autotune, graph or compile+graph; a
-            rung, m0, m1, m2, m3 or r16; or best, which is the fused blocks. "auto" is eager on the CPU, and on a card
-            best, or compile+graph where the fused blocks cannot run or are slower.
+            rung, m0, m1, m2, m3 or r16; or best, which is the fused blocks; best+lean and best+leanest repeat norms and
+            activations, or the product before these too, and need less memory. "auto" is eager on the CPU, and on a
+            card best, or compile+graph where the fused blocks cannot run or are slower.
             m0, m1, m2, m3 and r16 are the rungs of the ladder, to be compared and not to be trained with.
         device: cpu, cuda or cuda:N; "auto" for a CUDA card where there is one, else cpu.
         seed: of initial weights, order of the data and dropout.
@@ -179,10 +197,10 @@ class TrainConfig:
             ("engine", (AUTO, *ENGINES)),
         ):
             value = getattr(self, name)
-            if value not in known and not (name == "engine" and is_rung(value)):
+            if value not in known and not (name == "engine" and has_changes(value)):
                 raise ConfigError(nearest(value, known, name))
-        if is_rung(self.engine):
-            find_rung(self.engine)
+        if self.engine != AUTO:
+            engine_called(self.engine)
         for tracker in self.track:
             if tracker not in TRACKERS:
                 raise ConfigError(nearest(tracker, TRACKERS, "tracker"))

@@ -17,7 +17,7 @@ from ridgeline.models.fused.choices import attention_missing
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.norm.api import MAX_WIDTH
 from ridgeline.optim import OptimizerConfig
-from ridgeline.train.config import AUTO, Engine, TrainConfig, engine_called
+from ridgeline.train.config import AUTO, Engine, TrainConfig, engine_called, is_best
 from ridgeline.train.step import Step, TorchStep
 
 CARDS = ("gpu", "nvidia", "gpus")  # what people call a CUDA card
@@ -106,13 +106,13 @@ def settle_engine(config: TrainConfig, asked: str) -> TrainConfig:
         asked: the engine as the user named it.
 
     Raises:
-        UnsupportedError: "best" is asked for by name, and the fused blocks cannot run.
+        UnsupportedError: "best", on whatever plan, is asked for by name, and the fused blocks cannot run.
     """
     missing = fused_missing(config)
-    if config.engine != "best" or (missing is None and (asked != AUTO or fused_slower(config) is None)):
+    if not is_best(config.engine) or (missing is None and (asked != AUTO or fused_slower(config) is None)):
         return config
     if asked != AUTO:
-        raise UnsupportedError(f"engine best is the fused blocks, and {missing}; use auto or compile+graph")
+        raise UnsupportedError(f"engine {config.engine} is the fused blocks, and {missing}; use auto or compile+graph")
     compiles = triton_missing(torch.device(config.device)) is None
     return dataclasses.replace(config, engine="compile+graph" if compiles else "graph")
 
@@ -195,6 +195,10 @@ def engine_step(
             capture=engine.capture if capture is None else capture,
             compile=engine.compile,
             seed=seed,
+        )
+    if lanes is not None and lanes > 1:
+        raise UnsupportedError(
+            f"lanes={lanes} is the step engine's, and PyTorch's own step has one; set lanes to 1 or 0"
         )
     return TorchStep(
         cast(Model, model),

@@ -17,6 +17,7 @@ import ridgeline
 from ridgeline import files
 from ridgeline.data.loader import Batches
 from ridgeline.engine import TrainStep, choose_lanes
+from ridgeline.models.plan import fused_plan
 from ridgeline.train.config import Engine, TrainConfig, engine_called
 from ridgeline.train.engines import build_model, make_step
 from ridgeline.train.settings import to_dict
@@ -31,7 +32,7 @@ def measures_lanes(engine: Engine, world: int) -> bool:
     Only the fused blocks on a card alone are. Under torch.compile a second candidate would cost minutes, and
     several processes would have to agree on what each has measured.
     """
-    return engine.impl == "fused" and world == 1
+    return fused_plan(engine.impl) is not None and world == 1
 
 
 def settle_lanes(config: TrainConfig, batches: Batches, world: int = 1) -> tuple[TrainConfig, str]:

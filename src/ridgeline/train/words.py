@@ -7,7 +7,7 @@ from torch import nn
 
 from ridgeline.data.resident import ResidentBatches
 from ridgeline.engine import TrainStep
-from ridgeline.train.config import TrainConfig
+from ridgeline.train.config import TrainConfig, is_best
 from ridgeline.train.engines import fused_missing, fused_slower
 from ridgeline.train.metrics import amount
 from ridgeline.train.state import LAST
@@ -29,8 +29,8 @@ def introduction(config: TrainConfig, model: nn.Module, world: int, lanes: str) 
     if device.type == "cpu" and (threads := torch.get_num_threads()) > 1:
         name = f"{name} ({threads} threads)"
     how = config.engine
-    if how == "best":
-        how = f"best (fused blocks, {lanes})"
+    if is_best(how):
+        how = f"{how} (fused blocks, {lanes})"
     elif device.type == "cuda" and (missing := fused_missing(config) or fused_slower(config)):
         how = f"{how} (not the fused blocks: {missing})"
     if config.optimizer.algorithm != "adamw":

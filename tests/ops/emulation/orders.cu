@@ -122,6 +122,13 @@ void stored() {  // written while the copy engine reads it
   sync_block();
   store_shared_4(tile + 4 * threadIdx.x, 1);
 }
+template <bool RIGHT>
+void left() {  // while the other block's arrival is under way
+  start(1);
+  cluster_sync();
+  if (threadIdx.x == 0) remote_arrive(barrier(0), cluster_rank() ^ 1);
+  RIGHT ? cluster_leave() : cluster_sync();
+}
 extern "C" const char* run(int which, int right, int seed) {
   using Kernel = void (*)();
   static const Kernel kernels[][2] = {
@@ -130,7 +137,8 @@ extern "C" const char* run(int which, int right, int seed) {
     {shuffle_is_no_order<false>, shuffle_is_no_order<true>}, {product<false, true>, product<true, true>},
     {product<false, false>, product<true, false>}, {product_under_way<false>, product_under_way<true>},
     {copied<false>, copied<true>}, {copied_over<false>, copied_over<true>}, {stored<false>, stored<true>},
+    {left<false>, left<true>},
   };
-  const int threads[] = {64, 64, 64, 64, 64, 128, 128, 128, 64, 64, 128};
-  return emulation::launch(1, threads[which], seed, false, kernels[which][right]);
+  const int threads[] = {64, 64, 64, 64, 64, 128, 128, 128, 64, 64, 128, 64}, blocks = which == 11 ? 2 : 1;
+  return emulation::launch(blocks, threads[which], seed, false, kernels[which][right], blocks);
 }

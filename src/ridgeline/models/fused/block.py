@@ -11,6 +11,8 @@ later join (dr, dbranch) to behind the earlier one, so that a product can take e
 
 Saved a token, in elements of 2 bytes, for width C, joint projection Q and MLP width F:
     r₀ h₁ o r₁ h₂: 5 C      qkv: Q      gelu'(u) (or u) and a: 2 F      and fp32 statistics.
+The plan "lean" makes h₁, h₂ and a again and saves 3 C + Q + F, "leanest" u too, by its product, and saves 3 C + Q. A
+norm that is folded into the products beside it is never made, and h₂ not saved.
 """
 
 from __future__ import annotations
@@ -31,8 +33,10 @@ from ridgeline.models.fused.joins import (
     linear,
     project_backward,
     project_forward,
+    with_norm,
+    without_norm,
 )
-from ridgeline.models.fused.mlp import Hidden, MlpWeights, mlp_backward, mlp_forward
+from ridgeline.models.fused.mlp import Hidden, MlpWeights, kept_hidden, mlp_backward, mlp_forward, whole_hidden
 
 
 class BlockWeights(NamedTuple):
@@ -49,11 +53,11 @@ class BlockWeights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a block's backward reads besides its input join."""
+    """What a block's backward reads besides its input join, as far as the plan keeps it."""
 
     attention: AttentionStep
     middle: Joined
-    hidden: Hidden
+    hidden: Hidden | None
 
 
 def block_forward(
@@ -66,7 +70,7 @@ def block_forward(
     between = Join(weights.out_bias_C, weights.norm_2, sites[1], run.choices.folded)
     middle = project_forward(run, mixed_NM, weights.out_CM, first.r_NC, between)
     hidden, last = mlp_forward(run, middle, weights.mlp, after)
-    return Saved(attention, middle, hidden), last
+    return Saved(attention, without_norm(run, middle), kept_hidden(run, hidden)), last
 
 
 def block_backward(
@@ -84,11 +88,14 @@ def block_backward(
     The parameters of `before` are among them, but its branch's bias only where that is left as partial sums.
     """
     between = Join(weights.out_bias_C, weights.norm_2, sites[1])
-    middle = mlp_backward(run, behind, saved.middle, saved.hidden, weights.mlp, between, grads)
+    joined = with_norm(run, saved.middle, weights.norm_2)
+    hidden = whole_hidden(run, saved.hidden, joined, weights.mlp)
+    middle = mlp_backward(run, behind, joined, hidden, weights.mlp, between, grads)
     grads.product(weights.out_CM, middle.dbranch_NC, saved.attention.mixed_NM, weights.out_bias_C)
     wants_sums = grads.unsummed(weights.qkv_bias_Q) is not None
     dmixed_NM = input_gradient(middle.dbranch_NC, weights.out_CM, impl=run.choices.out)
     attention = saved.attention.backward(dmixed_NM, bias=wants_sums)
     grads.deliver(weights.relative_RD, attention.dtable_RD)
+    first = with_norm(run, first, weights.norm_1)
     grads.product(weights.qkv_QC, attention.dqkv_NQ, first.h_NC, weights.qkv_bias_Q, attention.partials_PQ)
     return project_backward(run, attention.dqkv_NQ, weights.qkv_QC, middle.dr_NC, first, before, grads)

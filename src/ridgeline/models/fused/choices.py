@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ridgeline.models.config import DecoderConfig
+from ridgeline.models.plan import StoragePlan
 from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
@@ -86,6 +87,17 @@ def rows_missing(config: DecoderConfig, device: torch.device, dtype: torch.dtype
     widths = (config.hidden, config.qkv_width, config.heads * config.head_dim)
     reasons = (mlp.available("cuda", device, dtype, config.width, inner) for inner in widths)
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def settle(choices: Choices, plan: StoragePlan) -> Choices:
+    """The choices on a plan that does not keep all of the MLP's hidden layer, which whole rows cannot make alone.
+
+    Without the activation it is GELU's input that is kept, and that only the way of mlp "torch" has.
+    """
+    if plan.activation:
+        return choices
+    choices = replace(choices, rows=choices.rows - {"mlp"})
+    return replace(choices, mlp="torch", folded=False) if plan.preactivation else choices
 
 
 def _projection(in_registers: bool, few: bool) -> str:

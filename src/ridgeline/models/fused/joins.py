@@ -15,6 +15,7 @@ from ridgeline.models.config import DecoderConfig
 from ridgeline.models.fused.attention import Shape
 from ridgeline.models.fused.choices import Choices
 from ridgeline.models.fused.gradients import WeightGradients
+from ridgeline.models.plan import StoragePlan
 from ridgeline.ops.linear import Masks, products
 from ridgeline.ops.linear.folded import SHARE, FoldedNorm
 from ridgeline.ops.mlp import kernels as rows
@@ -28,6 +29,7 @@ class Pass(NamedTuple):
     config: DecoderConfig
     shape: Shape
     choices: Choices
+    plan: StoragePlan
 
 
 class Norm(NamedTuple):
@@ -117,6 +119,20 @@ def norm_forward(run: Pass, r_NC: Tensor, norm: Norm) -> Joined:
         r_NC, norm.weight_C, norm.bias_C, out.h_NC, out.mean_N, out.rstd_N, eps=config.norm_eps, kind=config.norm
     )
     return out
+
+
+def without_norm(run: Pass, joined: Joined) -> Joined:
+    """What of a join's results is kept for the backward pass: on some plans not the norm, where it was made at all."""
+    return joined if _keeps_norm(run, joined) else joined._replace(h_NC=joined.h_NC.new_empty(0))
+
+
+def with_norm(run: Pass, kept: Joined, norm: Norm) -> Joined:
+    """The results with a norm that was not kept made again."""
+    return kept if _keeps_norm(run, kept) else kept._replace(h_NC=norm_forward(run, kept.r_NC, norm).h_NC)
+
+
+def _keeps_norm(run: Pass, joined: Joined) -> bool:
+    return run.plan.normalised or joined.folded is not None
 
 
 def folded_norm(run: Pass, r_NC: Tensor, norm: Norm) -> tuple[Joined, FoldedNorm]:

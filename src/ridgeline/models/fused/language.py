@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def language_loss(model: LanguageModel, batch: dict[str, Tensor], dropout: DropoutState | None) -> Tensor:
     """The loss of `LanguageModel.losses`, by fused kernels."""
     decoder = model.decoder
+    decoder.check_length(batch["tokens"].shape[-1])
     x_BTC = embedding(batch["tokens"].long(), model.tokens.weight, decoder.positions, impl="triton")
     h_BTC = decoder.transform(x_BTC, dropout)
     targets_N = batch["targets"].long().flatten()

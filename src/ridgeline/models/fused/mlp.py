@@ -48,12 +48,22 @@ class Hidden(NamedTuple):
 
 def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> tuple[Hidden, Joined]:
     """u = h Wupᵀ and a = gelu(u + b), then the join of a Wdownᵀ."""
-    h_NC, up_FC, gelu = middle.h_NC, weights.up_FC, run.config.gelu
     if "mlp" in run.choices.rows:
-        hidden = Hidden(*rows.hidden(h_NC, len(up_FC)))
+        hidden = Hidden(*rows.hidden(middle.h_NC, len(weights.up_FC)))
         fused, last = rows_join(run, middle.r_NC, join)
-        rows.mlp_forward_raw(h_NC, up_FC, weights.up_bias_F, weights.down_CF, *hidden, fused, gelu=gelu)
+        rows.mlp_forward_raw(
+            middle.h_NC, weights.up_FC, weights.up_bias_F, weights.down_CF, *hidden, fused, gelu=run.config.gelu
+        )
         return hidden, last
+    hidden = hidden_forward(run, middle, weights)
+    if "down" in run.choices.joined:
+        return hidden, many_forward(run, hidden.a_NF, weights.down_CF, middle.r_NC, join)
+    return hidden, product_join(run, hidden.a_NF, weights.down_CF, middle.r_NC, join, impl=run.choices.rest)
+
+
+def hidden_forward(run: Pass, middle: Joined, weights: MlpWeights) -> Hidden:
+    """u = h Wupᵀ and a = gelu(u + b), where no kernel makes more than that."""
+    h_NC, up_FC, gelu = middle.h_NC, weights.up_FC, run.config.gelu
     a_NF = h_NC.new_empty(len(h_NC), len(up_FC))
     if run.choices.mlp == "cuda":
         kept_NF = products.slope_empty(h_NC, *a_NF.shape)
@@ -65,10 +75,25 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
         kept_NF = torch.empty_like(a_NF)
         torch.mm(h_NC, up_FC.t(), out=kept_NF)
         activation.bias_gelu_forward_raw(kept_NF, weights.up_bias_F, a_NF, kind=gelu)
-    hidden = Hidden(kept_NF, a_NF)
-    if "down" in run.choices.joined:
-        return hidden, many_forward(run, a_NF, weights.down_CF, middle.r_NC, join)
-    return hidden, product_join(run, a_NF, weights.down_CF, middle.r_NC, join, impl=run.choices.rest)
+    return Hidden(kept_NF, a_NF)
+
+
+def kept_hidden(run: Pass, hidden: Hidden) -> Hidden | None:
+    """What the plan keeps of it: all, GELU's input alone (see `settle`), or nothing."""
+    if not run.plan.preactivation:
+        return None
+    return hidden if run.plan.activation else hidden._replace(a_NF=hidden.a_NF.new_empty(0))
+
+
+def whole_hidden(run: Pass, kept: Hidden | None, middle: Joined, weights: MlpWeights) -> Hidden:
+    """All of it again, from what was kept."""
+    if kept is None:
+        return hidden_forward(run, middle, weights)
+    if run.plan.activation:
+        return kept
+    a_NF = torch.empty_like(kept.kept_NF)
+    activation.bias_gelu_forward_raw(kept.kept_NF, weights.up_bias_F, a_NF, kind=run.config.gelu)
+    return kept._replace(a_NF=a_NF)
 
 
 def mlp_backward(

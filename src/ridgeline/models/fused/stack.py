@@ -12,12 +12,14 @@ from torch.autograd.function import once_differentiable
 from ridgeline.models.decoder import EMBEDDING_SITE, Block, Decoder, dropout_sites
 from ridgeline.models.fused.attention import Shape
 from ridgeline.models.fused.block import BlockWeights, block_backward, block_forward
-from ridgeline.models.fused.choices import choose
+from ridgeline.models.fused.choices import choose, settle
 from ridgeline.models.fused.gradients import WeightGradients
-from ridgeline.models.fused.joins import Join, Norm, Pass, join_backward, join_forward
+from ridgeline.models.fused.joins import Join, Norm, Pass, join_backward, join_forward, without_norm
 from ridgeline.models.fused.mlp import MlpWeights
+from ridgeline.models.plan import fused_plan
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
+from ridgeline.ops.kept import Kept
 
 
 def _norm(module: torch.nn.Module) -> Norm:
@@ -75,14 +77,16 @@ class _Stack(torch.autograd.Function):
             ctx.joined, ctx.saved = [joined], []
             for layer, weights in enumerate(blocks):
                 saved, joined = block_forward(run, weights, joined, joins[layer + 1], dropout_sites(layer))
+                ctx.joined[-1] = without_norm(run, ctx.joined[-1])
                 ctx.joined.append(joined)
                 ctx.saved.append(saved)
-        ctx.run, ctx.flat = run, flat
+        ctx.run, ctx.flat, ctx.kept = run, flat, Kept(*flat, spends=True)
         return joined.h_NC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.kept.demand()
         blocks, final = _unflatten(ctx.flat)
         joins, run = _joins(blocks, final), ctx.run
         grads = WeightGradients(dh_NC.device, run.choices)
@@ -108,7 +112,9 @@ def fused_stack(decoder: Decoder, x_BTC: Tensor, dropout: DropoutState | None) -
     B, T, C = x_BTC.shape
     config = decoder.config
     shape = Shape(B, T, config.dropout if decoder.training else 0.0, dropout)
-    run = Pass(config, shape, choose(config, x_BTC.device, x_BTC.dtype, B, T))
+    plan = fused_plan(decoder.impl)
+    assert plan is not None
+    run = Pass(config, shape, settle(choose(config, x_BTC.device, x_BTC.dtype, B, T), plan), plan)
     flat = _flatten([block_weights(block) for block in decoder.blocks], _norm(decoder.norm))  # type: ignore[arg-type]
     h_NC = _Stack.apply(run, x_BTC.reshape(B * T, C), *flat)
     return h_NC.view(B, T, C)

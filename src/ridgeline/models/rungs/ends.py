@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from ridgeline.models.decoder import Decoder
@@ -30,7 +31,8 @@ class _Linear(torch.autograd.Function):
         return project(run, NAME, x_NK, weight_MK, bias_M)
 
     @staticmethod
-    def backward(ctx: Any, dy_NM: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dy_NM: Tensor) -> tuple[Tensor | None, ...]:
         run, dy_NM = ctx.run, dy_NM.contiguous()
         dx_NK = input_gradient(run, NAME, dy_NM, ctx.weight_MK) if ctx.needs_input_grad[1] else None
         weight_gradient(run, NAME, ctx.weight_MK, dy_NM, ctx.x_NK)

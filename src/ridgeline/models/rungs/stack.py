@@ -27,6 +27,7 @@ from ridgeline.models.rungs.run import Run, run_of
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.attention.api import TRITON_WIDTHS
 from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.kept import Kept
 
 
 class Saved(NamedTuple):
@@ -107,11 +108,13 @@ class _Stack(torch.autograd.Function):
             streams.append(stream)
             saved.append(kept)
         ctx.run, ctx.stack, ctx.streams, ctx.saved, ctx.weights = run, stack, streams, saved, weights
+        ctx.kept = Kept(*weights, spends=True)
         return streams[-1].h_NC
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.kept.demand()
         run, stack, streams, saved = ctx.run, ctx.stack, ctx.streams, ctx.saved
         slopes = joins.backward(run, streams.pop(), stack.layers[-1].after, dh_NC.contiguous(), None)
         for place in range(len(stack.layers) - 1, -1, -1):

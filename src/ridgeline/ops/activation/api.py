@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops import checks
@@ -36,7 +37,7 @@ def bias_gelu(x: Tensor, bias_F: Tensor | None = None, *, kind: GeluKind = "exac
         impl: "reference", "torch" or "triton".
 
     Returns:
-        (…, F) in x's dtype.
+        (…, F) in x's dtype; "torch": in what PyTorch makes of x and the bias.
 
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
@@ -68,7 +69,8 @@ class _BiasGelu(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         from ridgeline.ops._triton.columns import column_sums_raw
         from ridgeline.ops.activation.triton import bias_gelu_backward_raw, partial_rows
 

@@ -14,15 +14,18 @@ triton-two-sweep   the same with two sweeps forward: maximum and sum of each row
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.ops import checks
 from ridgeline.ops._triton.support import triton_missing
 from ridgeline.ops.attention import float32, plain, short
 from ridgeline.ops.attention.reference import attention_reference, skew
-from ridgeline.ops.dropout import DropoutState
+from ridgeline.ops.dropout import DropoutState, check_dropping
 
 IMPLEMENTATIONS = ("reference", "torch", "cuda", "cuda-plain", "cuda-fp32", "triton", "triton-two-sweep")
 TRITON_WIDTHS = (16, 32, 64, 128)
@@ -51,7 +54,8 @@ def _triton_unsupported(*tensors: Tensor | None) -> str | None:
     return reason
 
 
-def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, scale: float, p: float) -> None:
+def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | None, scale: float) -> None:
+    checks.floats(q=q_BTHD)
     if q_BTHD.dim() != 4 or k_BTGD.dim() != 4 or k_BTGD.shape != v_BTGD.shape:
         raise UnsupportedError(
             "q must be (B, T, H, D), k and v (B, T, G, D); got shapes "
@@ -59,16 +63,14 @@ def _check(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, table_RD: Tensor | No
         )
     B, T, H, D = q_BTHD.shape
     G = k_BTGD.shape[2]
-    if k_BTGD.shape != (B, T, G, D) or G == 0 or H % G:
+    if k_BTGD.shape != (B, T, G, D) or min(G, H) == 0 or H % G:
         raise UnsupportedError(
             f"k and v must be ({B}, {T}, G, {D}) with G a divisor of {H} heads, got {tuple(k_BTGD.shape)}"
         )
     if table_RD is not None and (table_RD.dim() != 2 or table_RD.shape[0] < T or table_RD.shape[1] != D):
         raise UnsupportedError(f"table must be (R, {D}) with R at least T = {T}, got {tuple(table_RD.shape)}")
-    if not scale > 0:  # kernels take a row's largest score before they scale it
-        raise UnsupportedError(f"scale must be positive, got {scale}")
-    if not 0 <= p < 1:
-        raise UnsupportedError(f"p must be in [0, 1), got {p}")
+    if not 0 < scale < math.inf:  # kernels take a row's largest score before they scale it
+        raise UnsupportedError(f"scale must be positive and finite, got {scale}")
     for name, x in (("k", k_BTGD), ("v", v_BTGD), ("table", table_RD)):
         if x is not None and (x.device != q_BTHD.device or x.dtype != q_BTHD.dtype):
             raise UnsupportedError(
@@ -108,8 +110,8 @@ def attention(
         q_BTHD: queries.
         k_BTGD, v_BTGD: keys and values; H / G consecutive query heads share one of theirs.
         table_RD: position table of the relative term, R ≥ T; its last row belongs to distance 0. None for none.
-        scale: of the scores, positive.
-        p: probability of dropping an attention weight, in [0, 1), kept to 15 bits.
+        scale: of the scores, positive and finite.
+        p: probability of dropping an attention weight, from 0 to 1 − 2⁻¹⁵, kept to 15 bits.
         dropout: what the step draws its masks from; None drops nothing.
         site: the place of this dropout in the model.
         impl: one of IMPLEMENTATIONS.
@@ -120,7 +122,8 @@ def attention(
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
     """
-    _check(q_BTHD, k_BTGD, v_BTGD, table_RD, scale, p)
+    _check(q_BTHD, k_BTGD, v_BTGD, table_RD, scale)
+    check_dropping(p, dropout, q_BTHD.device)
     reason = available(impl, q_BTHD, k_BTGD, v_BTGD, table_RD)
     if reason is not None:
         raise UnsupportedError(f"impl={impl!r} cannot run: {reason}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops.attention import short
 
@@ -42,7 +43,8 @@ class LongWindow(torch.autograd.Function):
         return out_BTHD
 
     @staticmethod
-    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:
         from ridgeline.ops.attention import long
 
         q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT = ctx.saved_tensors
@@ -78,7 +80,8 @@ class ShortWindow(torch.autograd.Function):
         return out_BTHD
 
     @staticmethod
-    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:
         q_BTHD, k_BTGD, v_BTGD, table_RD, out_BTHD, lse_BHT = ctx.saved_tensors
         dq_BTHD, dk_BTGD, dv_BTGD = _like(q_BTHD, k_BTGD, v_BTGD)
         d_table_RD = None if table_RD is None else torch.empty(table_RD.shape, device=table_RD.device)
@@ -105,7 +108,8 @@ class PlainWindow(torch.autograd.Function):
         return out_BTHD
 
     @staticmethod
-    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, d_out_BTHD: Tensor) -> tuple[Tensor | None, ...]:
         q_BTHD, k_BTGD, v_BTGD, out_BTHD, lse_BHT = ctx.saved_tensors
         gradients = _like(q_BTHD, k_BTGD, v_BTGD)
         ctx.kernels.backward(

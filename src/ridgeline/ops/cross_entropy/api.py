@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops import checks
@@ -129,7 +130,8 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.squeeze(0)
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None]:
         from ridgeline.ops.cross_entropy.triton import cross_entropy_raw
 
         logits_NV, targets_N, losses_P, counts = ctx.saved_tensors

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops import checks
 from ridgeline.ops._triton.support import availability, demand
-from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
+from ridgeline.ops.dropout.reference import DropoutState, check_dropping, hidden_keep, quantise
 
 IMPLEMENTATIONS = ("reference", "triton")
 
@@ -31,7 +32,7 @@ def dropout(x_BTC: Tensor, p: float, state: DropoutState, site: int, *, impl: st
 
     Args:
         x_BTC: C a multiple of 4; fp32, bf16 or fp16, contiguous for "triton".
-        p: probability of dropping, in [0, 1), kept to 15 bits.
+        p: probability of dropping, from 0 to 1 − 2⁻¹⁵, kept to 15 bits.
         state: what the step draws its masks from.
         site: the place of this dropout in the model.
         impl: "reference" or "triton".
@@ -45,9 +46,8 @@ def dropout(x_BTC: Tensor, p: float, state: DropoutState, site: int, *, impl: st
     demand(impl, IMPLEMENTATIONS, x_BTC.device)
     if x_BTC.dim() != 3 or x_BTC.shape[2] % 4:
         raise UnsupportedError(f"x_BTC must be (B, T, C) with C a multiple of 4, got shape {tuple(x_BTC.shape)}")
-    if not 0 <= p < 1:
-        raise UnsupportedError(f"p must be in [0, 1), got {p}")
     checks.floats(x_BTC=x_BTC)
+    check_dropping(p, state, x_BTC.device)
     if impl == "reference":
         B, T, C = x_BTC.shape
         return x_BTC * hidden_keep(state, site, (B, T, C), p, x_BTC.device) * quantise(p)[1]
@@ -62,7 +62,8 @@ class _HiddenDropout(torch.autograd.Function):
         return _drop(x_BTC, p, state, site)
 
     @staticmethod
-    def backward(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, ...]:
         return _drop(dout_BTC.contiguous(), *ctx.arguments), None, None, None
 
 

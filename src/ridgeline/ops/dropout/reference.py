@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ridgeline.errors import UnsupportedError
+
 MASK32 = 0xFFFFFFFF
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 CHAIN_0, CHAIN_1 = 0x243F6A88, 0x85A308D3
@@ -47,9 +49,32 @@ class DropoutState(NamedTuple):
 
 
 def quantise(p: float) -> tuple[int, float]:
-    """Drop probability as (threshold out of 2^15, scale of what is kept)."""
+    """Drop probability as (threshold out of 2^15, scale of what is kept).
+
+    Raises:
+        UnsupportedError: it is below 0, or so high that it drops everything.
+    """
+    if not 0 <= p <= 1 - 1 / LEVELS:
+        raise UnsupportedError(f"p must be from 0 to 1 − 2^−15, got {p}")
     threshold = round(p * LEVELS)
     return threshold, LEVELS / (LEVELS - threshold)
+
+
+def check_dropping(p: float, state: DropoutState | None, device: torch.device) -> None:
+    """That elements on `device` can be dropped with probability p by masks of `state`; None drops nothing.
+
+    Raises:
+        UnsupportedError: p is no such probability, or seed and step are not where and what kernels read.
+    """
+    quantise(p)
+    if state is None:
+        return
+    found = state.seed_step
+    if found.dtype != torch.int64 or found.shape != (2,) or not found.is_contiguous() or found.device != device:
+        raise UnsupportedError(
+            f"seed_step must be int64[2], contiguous, on {device}, got {found.dtype} of shape {tuple(found.shape)} "
+            f"and strides {found.stride()} on {found.device}"
+        )
 
 
 def _mix(x: Tensor) -> Tensor:

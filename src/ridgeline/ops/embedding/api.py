@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops import checks
 from ridgeline.ops._triton.support import availability, demand
-from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
+from ridgeline.ops.dropout.reference import DropoutState, check_dropping, hidden_keep, quantise
 from ridgeline.ops.embedding.reference import embedding_reference
 from ridgeline.ops.sink import fp32_place, written
 
@@ -45,7 +46,7 @@ def embedding(
         ids_BT: int64 or int32 rows of the table. For "triton" one out of range gives NaN.
         table_VC: fp32, bf16 or fp16; contiguous for "triton".
         positions_RC: its first T rows are added, or None.
-        p: probability of dropping an element; 0 without `dropout`.
+        p: probability of dropping an element, from 0 to 1 − 2⁻¹⁵; 0 without `dropout`.
         dropout: what the step draws its masks from, or None for none.
         site: the place of this dropout in the model.
         impl: "reference", "torch" or "triton".
@@ -67,6 +68,7 @@ def embedding(
         checks.shape("positions_RC", positions_RC, (positions_RC.shape[0], C))
         if positions_RC.shape[0] < T:
             raise UnsupportedError(f"positions_RC must have at least {T} rows, got {positions_RC.shape[0]}")
+    check_dropping(p, dropout, table_VC.device)
     if dropout is not None and C % 4:
         raise UnsupportedError(f"dropout needs a width that is a multiple of 4, got {C}")
     if dropout is None:
@@ -111,7 +113,8 @@ class _Embedding(torch.autograd.Function):
         return out_BTC
 
     @staticmethod
-    def backward(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, ...]:
         from ridgeline.ops.dropout.triton import dropout_raw
         from ridgeline.ops.embedding.triton import position_gradient_raw, table_gradient_raw
 

@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.cross_entropy import triton as losses
 from ridgeline.ops.heads.reference import Conditioning, HeadWeights
+from ridgeline.ops.kept import Kept
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.norm import triton as norms
 from ridgeline.ops.sink import GradientSink, sink_of
@@ -161,12 +163,14 @@ class HeadsLosses(torch.autograd.Function):
                     said_NV.copy_(step.logits_NV[:, :V])
                 else:
                     said_NV.copy_(torch.nn.functional.one_hot(targets_N.long().clamp(min=0), V))
-        ctx.heads, ctx.targets_NK = heads, targets_NK
+        ctx.heads, ctx.targets_NK, ctx.kept = heads, targets_NK, Kept(*flat, spends=True)
         ctx.sinks = [HeadSinks(sink_of(head.up_FC), sink_of(head.down_VF)) for head in heads]
         return losses_K
 
     @staticmethod
-    def backward(ctx: Any, dlosses_K: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dlosses_K: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.kept.demand()
         dlosses_K = dlosses_K.float().contiguous()
         dstate_NC = torch.empty_like(ctx.steps[0].x_NW)
         grads: list[Tensor | None] = []

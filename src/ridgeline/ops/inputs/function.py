@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops.embedding.triton import table_gradient_raw
 from ridgeline.ops.inputs.reference import InputColumns
@@ -36,6 +37,11 @@ def column_table(columns: InputColumns, shapes: Shapes, device: torch.device) ->
     return torch.tensor(entries, dtype=torch.int32).to(device)
 
 
+def _embedded(columns: InputColumns, shapes: Shapes) -> int:
+    """Numbers of the vector that come from tables."""
+    return sum(shapes[table][1] for table in columns.tables)
+
+
 def _groups(columns: InputColumns, shapes: Shapes) -> list[tuple[int, int, int, int]]:
     """Neighbouring category columns of one table: (table, first column, columns, first number of the vector)."""
     groups: list[tuple[int, int, int, int]] = []
@@ -56,7 +62,7 @@ def _table_gradients(
     """The gradient of every table, fp32."""
     flat = dout_NC.new_empty(length_of(shapes), dtype=torch.float32)
     tables = [part.view(shape) for part, shape in zip(flat.split([r * w for r, w in shapes]), shapes, strict=True)]
-    embedded = padded(sum(shapes[table][1] for table in columns.tables))
+    embedded = padded(_embedded(columns, shapes))
     if categories_NK is None or not embedded:
         flat.zero_()
         return tables
@@ -94,7 +100,7 @@ class InputLayer(torch.autograd.Function):
         N = next(part.shape[0] for part in (categories_NK, numbers_NM, previous_NH) if part is not None)
         vector_NW = weight_CW.new_empty(N, place.shape[0])
         elements = torch.cat([table.reshape(-1) for table in tables]) if tables else weight_CW.new_empty(0)
-        input_vector_raw(categories_NK, numbers_NM, previous_NH, elements, place, vector_NW)
+        input_vector_raw(categories_NK, numbers_NM, previous_NH, elements, place, _embedded(columns, shapes), vector_NW)
         wide_CW = weight_CW.new_zeros(weight_CW.shape[0], place.shape[0])
         width = weight_CW.shape[1]
         wide_CW[:, :width], wide_CW[:, width] = weight_CW, bias_C
@@ -104,7 +110,8 @@ class InputLayer(torch.autograd.Function):
         return torch.mm(vector_NW, wide_CW.t())
 
     @staticmethod
-    def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dout_NC: Tensor) -> tuple[Tensor | None, ...]:
         dout_NC = dout_NC.contiguous()
         gradients: list[Tensor] = []
         fp32_CW = dout_NC.new_empty(ctx.wide_CW.shape, dtype=torch.float32)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ridgeline.errors import UnsupportedError, nearest
+from ridgeline.ops import checks
+from ridgeline.ops.dropout import check_dropping
 from ridgeline.ops.linear.autograd import Linear
 from ridgeline.ops.linear.reference import GeluKind, Masks, linear_reference
 
@@ -62,8 +64,8 @@ def linear(
         is not contiguous.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or an epilogue that does not exist.
-        UnsupportedError: `impl` cannot run on these tensors, with the reason.
+        UnsupportedError: `impl` cannot run on these tensors, their shapes, dtypes or devices do not fit together, or
+            there is no such epilogue; with the reason.
     """
     reason = unavailable(impl, x.device, x.dtype)
     if reason is not None:
@@ -87,26 +89,25 @@ def _check(
     gelu: GeluKind | None,
     masks: Masks | None,
 ) -> None:
-    if weight_MK.dim() != 2 or x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"x must have floats and at least one axis, the weight two, got {x.dtype} and shapes {tuple(x.shape)} and "
-            f"{tuple(weight_MK.shape)}"
-        )
+    checks.floats(x=x)
+    checks.axes(2, weight_MK=weight_MK)
     M, K = weight_MK.shape
-    if x.shape[-1] != K:
-        raise ValueError(f"x must have the weight's K={K} columns, got shape {tuple(x.shape)}")
-    if bias_M is not None and bias_M.shape != (M,):
-        raise ValueError(f"bias must have shape ({M},), got {tuple(bias_M.shape)}")
-    if residual is not None and residual.shape != (*x.shape[:-1], M):
-        raise ValueError(f"residual must have shape {(*x.shape[:-1], M)}, got {tuple(residual.shape)}")
-    for name, tensor in {"weight": weight_MK, "bias": bias_M, "residual": residual}.items():
-        if tensor is not None and (tensor.dtype, tensor.device) != (x.dtype, x.device):
-            raise ValueError(f"{name} must be {x.dtype} on {x.device} as x is, got {tensor.dtype} on {tensor.device}")
+    others = {"weight_MK": weight_MK, "bias_M": bias_M, "residual": residual}
+    checks.shape("x", x, (*x.shape[:-1], K))
+    checks.shape("bias_M", bias_M, (M,))
+    checks.shape("residual", residual, (*x.shape[:-1], M))
+    checks.alike("x", x, strict=True, **others)
+    checks.devices(x.device, **others)
     if gelu is not None and (residual is not None or masks is not None):
-        raise ValueError("gelu does not go with a residual or dropout; apply them in another call")
+        raise UnsupportedError("gelu does not go with a residual or dropout; apply them in another call")
     if gelu not in (None, "exact", "tanh"):
-        raise ValueError(nearest(str(gelu), ("exact", "tanh"), "gelu"))
-    if masks is not None and residual is None:
-        raise ValueError("masks need a residual")
-    if masks is not None and (x.dim() != 3 or x.shape[1] != masks.T or M % 4):
-        raise ValueError(f"masks need x of shape (B, {masks.T}, K) and M a multiple of 4, got {tuple(x.shape)}, M={M}")
+        raise UnsupportedError(nearest(str(gelu), ("exact", "tanh"), "gelu"))
+    if masks is None:
+        return
+    if residual is None:
+        raise UnsupportedError("masks need a residual")
+    check_dropping(masks.p, masks.state, x.device)
+    if x.dim() != 3 or x.shape[1] != masks.T or M % 4:
+        raise UnsupportedError(
+            f"masks need x of shape (B, {masks.T}, K) and M a multiple of 4, got {tuple(x.shape)}, M={M}"
+        )

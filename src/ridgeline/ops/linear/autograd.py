@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops.linear.products import (
     aligned,
@@ -46,7 +47,8 @@ class Linear(torch.autograd.Function):
         return out_NM
 
     @staticmethod
-    def backward(ctx: Any, dout_NM: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dout_NM: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, W, b and residual, each in its tensor's dtype."""
         x_NK, weight_MK, slope_NM = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]

@@ -85,30 +85,40 @@ def linear_weight_gradient(
     *,
     bias: bool,
     store: Storage,
-    element_flops: int = 0,
     chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
-    """dW = dyᵀ x and db = Σ dy; `element_flops` recompute each element of x from what was kept in its place."""
+    """dW = dyᵀ x and db = Σ dy."""
     return OpCost(
         name=f"{name}.weight_gradient",
         phase="backward",
         flops=2 * rows * inputs * outputs,
-        vector_flops=rows * (inputs * element_flops + outputs * bias * INSTRUCTION),
+        vector_flops=rows * outputs * bias * INSTRUCTION,
         read_bytes=rows * (outputs * (not chunked) + inputs) * store.activation,
         written_bytes=outputs * (inputs + bias) * store.gradient,
         count=count,
     )
 
 
-def linear_again(name: str, rows: int, inputs: int, outputs: int, *, store: Storage, count: int = 1) -> OpCost:
+def linear_again(
+    name: str,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    *,
+    store: Storage,
+    writes: int = 1,
+    element_flops: int = 0,
+    count: int = 1,
+) -> OpCost:
     """The forward product repeated in the backward pass, because its result was not kept: no FLOP of the model's."""
     return OpCost(
         name=f"{name}.again",
         phase="backward",
         executed_flops=2 * rows * inputs * outputs,
+        vector_flops=rows * outputs * element_flops,
         read_bytes=rows * inputs * store.activation + outputs * inputs * store.weight,
-        written_bytes=rows * outputs * store.activation,
+        written_bytes=rows * outputs * writes * store.activation,
         count=count,
     )
 

@@ -211,5 +211,5 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     }
   }
   __syncwarp();
-  if (PAIRED) cluster_sync();  // no block leaves while the other may still write to it
+  if (PAIRED) cluster_leave();
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.ops import checks
 from ridgeline.ops._triton.support import triton_missing
+from ridgeline.ops.dropout import check_dropping
 from ridgeline.ops.linear.reference import Masks
 from ridgeline.ops.mlp.kernels import WIDTHS
 from ridgeline.ops.mlp.reference import (
@@ -62,6 +63,8 @@ def _demand(
         checks.shape(name, tensor, shape)
         if impl == "cuda" and tensor is not None and not tensor.is_contiguous():
             raise UnsupportedError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    if masks is not None:
+        check_dropping(masks.p, masks.state, x.device)
     if masks is not None and len(x) % masks.T:
         raise UnsupportedError(f"rows must be a multiple of the masks' T={masks.T}, got {len(x)}")
     if len(x) == 0:

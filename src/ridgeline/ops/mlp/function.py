@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear.reference import Masks
@@ -109,7 +110,8 @@ class MlpHalf(torch.autograd.Function):
         return out.r_NC, out.h_NC
 
     @staticmethod
-    def backward(ctx: Any, dr_NC: Tensor, dh_NC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dr_NC: Tensor, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         h_NC, kept, a_NF, up_FC, down_CF, w_C, b_C, next_w_C, next_b_C = saved[6:]
         (N, C), F = h_NC.shape, len(up_FC)
@@ -145,7 +147,8 @@ class ProjectJoin(torch.autograd.Function):
         return out.r_NC, out.h_NC
 
     @staticmethod
-    def backward(ctx: Any, dr_NC: Tensor, dh_NC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dr_NC: Tensor, dh_NC: Tensor) -> tuple[Tensor | None, ...]:
         *saved, x_NK, weight_CK, w_C, b_C = ctx.saved_tensors
         norm = Norm(ctx.kind, ctx.eps, w_C, b_C)
         dresidual_NC, dy_NC, small = _join_backward(dr_NC, dh_NC, norm, tuple(saved), ctx.bias, ctx.masks)
@@ -169,7 +172,8 @@ class NormProject(torch.autograd.Function):
         return torch.nn.functional.linear(first.h_NC, weight_QC, bias_Q)
 
     @staticmethod
-    def backward(ctx: Any, dy_NQ: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dy_NQ: Tensor) -> tuple[Tensor | None, ...]:
         *saved, h_NC, weight_QC, w_C, b_C = ctx.saved_tensors
         dy_NQ = dy_NQ.contiguous()
         norm = Norm(ctx.kind, ctx.eps, w_C, b_C)

@@ -6,17 +6,24 @@
 // them, a matrix of 256 columns, stays in registers, and weights come once for 128 rows. Two blocks of a cluster take
 // tiles one below the other and fetch half of the weights for both.
 //
-// The ring's slots hold 64 of K: rows of x and the weights. Behind a tile's last one two more follow, one for each
-// warpgroup, where dresidual comes in and dr leaves, or h leaves. What a row is normed from (r; forward the residual,
-// which r takes the place of) has memory of its own, so that it comes under the products. Rows in shared memory lie as
-// panels of 64 columns under the 128-byte swizzle; ldmatrix hands them out in the order of the accumulators.
+// The ring's slots hold 64 of K: rows of x and the weights. Backward, two more follow behind a tile's last one, a warpgroup's
+// dresidual each. What a row is normed from (r, forward the residual) has memory of its own, so that it comes under the
+// products, and results leave from there: forward r, then h; backward dr. They leave under the next tile's products. Rows in
+// shared memory lie as panels of 64 columns under the 128-byte swizzle; ldmatrix hands them out in the order of the
+// accumulators.
 //
 // Macros: BACKWARD, STAGES, RMS, NORM_BIAS (backward: its sums are wanted), BRANCH_BIAS (forward).
 #include "project_many.cuh"
 
-// acc = A · weight, forward with the branch's bias (`vectors`' third).
-RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, u32 vectors, Ring& ring, const Place& me) {
-  int last = 0;
+// One lane of a warp: the results of the tile before have left shared memory.
+RL_D void release_held(Barriers bar, const Place& me) {
+  store_wait_read<0>();
+  barrier_arrive(bar.held_empty(me.group));
+}
+
+// acc = A · weight, forward with the branch's bias (`vectors`' third). Meanwhile the tile before, if any, leaves.
+RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, int round, u32 vectors, Ring& ring, const Place& me) {
+  int last = -1;  // a slot whose products are under way
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
     u32 bias = 0;
@@ -27,6 +34,11 @@ RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, u32 vectors, Ring& ring,
   wgmma_touch(acc);
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (last >= 0 && !ring.ready()) {  // the slot before is free as soon as its products are done, not behind the next ones
+      wgmma_wait<0>();
+      if (me.lane == 0) ring.release(last);
+      last = -1;
+    }
     ring.wait();
     const u64 a = operand_k_major(ring.address() + me.group * PANEL_BYTES);
     const u64 b = BACKWARD ? operand_mn_major(ring.address() + A_BYTES, PANEL_BYTES) : operand_k_major(ring.address() + A_BYTES);
@@ -35,10 +47,11 @@ RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, u32 vectors, Ring& ring,
     for (int step = 0; step < 4; ++step)  // an operand's address is in units of 16 bytes
       wgmma<WIDTH, 0, BACKWARD>(acc, a + step * 2, b + step * (BACKWARD ? 128 : 2), true);
     wgmma_commit();
-    if (chunk > 0) {
+    if (last >= 0) {
       wgmma_wait<1>();
       if (me.lane == 0) ring.release(last);
     }
+    if (chunk == 0 && round > 0 && me.lane == 0) release_held(ring.bar, me);
     last = ring.slot;
     ring.advance();
   }
@@ -54,11 +67,15 @@ struct Lines {
   RL_D Lines(u32 area, const Place& me)
       : start(area + me.warp * 2048), base(start + (me.lane % 16) * 128), turn((me.lane / 16 ^ me.lane % 8) << 4) {}
   RL_D u32 at(int j) const { return base + j / 8 * PANEL_BYTES + ((j % 8 * 16) ^ turn); }
-  // One lane: the rows leave.
-  RL_D void send(const TensorMap* map, int row) const {
-#pragma unroll
-    for (int panel = 0; panel < PANELS; ++panel) store_2d(map, start + panel * PANEL_BYTES, 64 * panel, row);
-    store_commit();
+  // 64 columns of the rows leave, the ones that end with matrices 2 (j % 2), all written before by the whole warp.
+  RL_D void send(const TensorMap* map, int j, int row, const Place& me) const {
+    if (j % 8 != 6) return;
+    fence_async();
+    sync_warp();
+    if (me.lane == 0) {
+      store_2d(map, start + j / 8 * PANEL_BYTES, j / 8 * 64, row);
+      store_commit();
+    }
   }
 };
 
@@ -88,8 +105,8 @@ struct Forward {
 };
 
 // acc holds the branch.
-RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, int rows, int round, u32 smem, Ring& ring,
-               Barriers bar, const Place& me) {
+RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, int rows, int round, u32 smem, Barriers bar,
+               const Place& me) {
   const Lines held(smem + HELD + me.group * ROWS_BYTES, me);
   const u32 weight = vectors + 4 * (me.lane % 4), shift = weight + VECTOR_BYTES;
   float mean[2] = {}, squares[2] = {};
@@ -106,10 +123,8 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       mean[i % 2] += v[0] + v[1];
     }
     store_matrices(held.at(j), x[0], x[1], x[2], x[3]);
+    held.send(p.r, j, row + 16 * me.warp, me);
   }
-  fence_async();
-  sync_warp();
-  if (me.lane == 0) held.send(p.r, row + 16 * me.warp);
 #pragma unroll
   for (int h = 0; h < 2; ++h) mean[h] = RMS ? 0.f : row_sum(mean[h]) * (1.f / WIDTH);
 #pragma unroll
@@ -127,8 +142,8 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       p.rstd[here] = rstd[h];
     }
   }
-  const Ring own = own_slot(ring, me);
-  const Lines lines(own.address(), me);
+  if (me.lane == 0) store_wait_read<0>();  // r has left
+  sync_warp();
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
     u32 out[4];
@@ -138,18 +153,9 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       const u32 w = load_shared_u32(weight + 16 * (j + i / 2)), s = NORM_BIAS ? load_shared_u32(shift + 16 * (j + i / 2)) : 0;
       out[i] = pack_pair(fmaf(v[0] * rstd[i % 2], pair_low(w), pair_low(s)), fmaf(v[1] * rstd[i % 2], pair_high(w), pair_high(s)));
     }
-    store_matrices(lines.at(j), out[0], out[1], out[2], out[3]);
+    store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
+    held.send(p.h, j, row + 16 * me.warp, me);
   }
-  fence_async();
-  sync_warp();
-  if (me.lane == 0) {
-    lines.send(p.h, row + 16 * me.warp);
-    store_wait_read<1>();
-    barrier_arrive(bar.held_empty(me.group));
-    store_wait_read<0>();
-    own.release(own.slot);
-  }
-  sync_warp();
 }
 
 struct Backward {
@@ -159,16 +165,20 @@ struct Backward {
   i64 stride;
 };
 
-// 1 / σ and −μ / σ of this lane's rows.
+// 1 / σ and μ of this lane's rows, and −μ / σ, which is reckoned when both have come.
 struct Statistics {
-  float rstd[2], shift[2];
+  float rstd[2], mean[2], shift[2];
   RL_D void load(const Backward& p, int row, int rows, const Place& me) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int here = row + 16 * me.warp + me.lane / 4 + 8 * h;
       rstd[h] = here < rows ? p.rstd[here] : 0.f;
-      shift[h] = !RMS && here < rows ? -p.mean[here] * rstd[h] : 0.f;
+      mean[h] = !RMS && here < rows ? p.mean[here] : 0.f;
     }
+  }
+  RL_D void finish() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) shift[h] = RMS ? 0.f : -mean[h] * rstd[h];
   }
 };
 
@@ -203,45 +213,39 @@ RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistic
     sums[0][i] += column_sum(scale, me.lane);
     if (NORM_BIAS) sums[KINDS - 1][i] += column_sum(shift, me.lane);
   }
+  float slope[2], offset[2];  // dr = dh'/ σ + slope · r + offset + dresidual
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    inner[h] = row_sum(inner[h]) * (1.f / WIDTH) * s.rstd[h];
-    plain[h] = RMS ? 0.f : row_sum(plain[h]) * (1.f / WIDTH) * s.rstd[h];
+    const float whole = row_sum(inner[h]) * (1.f / WIDTH) * s.rstd[h];
+    slope[h] = -s.rstd[h] * whole;
+    offset[h] = RMS ? 0.f : -s.shift[h] * whole - row_sum(plain[h]) * (1.f / WIDTH) * s.rstd[h];
   }
   const Ring own = own_slot(ring, me);
-  const Lines lines(own.address(), me);
+  const Lines beside(own.address(), me);
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
     u32 x[4], out[4];
     load_matrices(x, held.at(j));
-    load_matrices(out, lines.at(j));
+    load_matrices(out, beside.at(j));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* d = acc + 4 * (j + i / 2) + 2 * (i % 2);
       float v[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float normal = fmaf(half_of(x[i], e), s.rstd[i % 2], s.shift[i % 2]);
-        v[e] = fmaf(d[e], s.rstd[i % 2], fmaf(-normal, inner[i % 2], half_of(out[i], e) - plain[i % 2]));
-      }
+      for (int e = 0; e < 2; ++e)
+        v[e] = fmaf(d[e], s.rstd[i % 2], fmaf(half_of(x[i], e), slope[i % 2], half_of(out[i], e) + offset[i % 2]));
       out[i] = pack_pair(v[0], v[1]);
     }
-    store_matrices(lines.at(j), out[0], out[1], out[2], out[3]);
+    store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
+    held.send(p.dr, j, row + 16 * me.warp, me);
   }
-  fence_async();
-  sync_warp();
-  if (me.lane == 0) {
-    barrier_arrive(bar.held_empty(me.group));
-    lines.send(p.dr, row + 16 * me.warp);
-    store_wait_read<0>();
-    own.release(own.slot);
-  }
-  sync_warp();
+  if (me.lane == 0) own.release(own.slot);
 }
 
 // The block's sums, its warps' added in a fixed order, where the last rows were held.
 RL_D void write_sums(const float (&sums)[KINDS][8], const Backward& p, u32 smem, const Place& me) {
   const u32 area = smem + HELD, mine = area + (4 * me.group + me.warp) * KINDS * WIDTH * 4;
+  if (me.lane == 0) store_wait_read<0>();
   named_barrier<256>(1);
 #pragma unroll
   for (int kind = 0; kind < KINDS; ++kind)
@@ -301,11 +305,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
   wait_for_previous();
   let_next_start();
   if (me.group < 0) {
-    registers_down<40>();
-    if (me.warp == 0 && me.lane == 0) produce(maps, rows, chunks, smem, bar, me.rank);
-    if (me.warp == 1 && me.lane == 0) produce_held(maps, rows, smem, bar, me.rank);
+    registers_down<24>();
+    const Ring ring(smem, bar, me.rank);
+    if (me.warp == 0) produce_weights(maps, rows, chunks, ring);
+    if (me.warp == 1) produce_held(maps, rows, smem, bar, me.rank);
+    if (me.warp == 2) produce_rows(maps, rows, chunks, ring);
   } else {
-    registers_up<232>();
+    registers_up<240>();
     Ring ring(smem, bar, me.rank);
     float acc[WIDTH / 2];
 #if BACKWARD
@@ -319,11 +325,12 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 #if BACKWARD
       Statistics statistics;
       statistics.load(p, row, rows, me);
-      multiply(acc, chunks, vectors, ring, me);
+      multiply(acc, chunks, tiles.round, vectors, ring, me);
+      statistics.finish();
       join(acc, sums, statistics, p, vectors, row, tiles.round, smem, ring, bar, me);
 #else
-      multiply(acc, chunks, vectors, ring, me);
-      join(acc, p, vectors, row, rows, tiles.round, smem, ring, bar, me);
+      multiply(acc, chunks, tiles.round, vectors, ring, me);
+      join(acc, p, vectors, row, rows, tiles.round, smem, bar, me);
 #endif
     }
 #if BACKWARD
@@ -332,5 +339,5 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     if (me.lane == 0) store_wait<0>();
   }
   sync_warp();
-  cluster_sync();  // no block leaves while the other may still write to it
+  cluster_leave();
 }

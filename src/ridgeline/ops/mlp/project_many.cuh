@@ -11,7 +11,6 @@ constexpr int A_BYTES = 2 * PANEL_BYTES, SLOT_BYTES = A_BYTES + ROWS_BYTES;
 constexpr int HELD = STAGES * SLOT_BYTES, VECTORS = HELD + 2 * ROWS_BYTES, VECTOR_BYTES = WIDTH * 2;
 constexpr int BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 constexpr int KINDS = 1 + NORM_BIAS;  // of column sums
-constexpr int PREFETCHED = 8;         // chunks of the next tile that come into L2 under a tile's join
 static_assert(HELD % 1024 == 0, "panels begin at multiples of 1024 bytes");
 
 struct Place {
@@ -25,7 +24,6 @@ struct Tiles {
   RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 256)), rank(static_cast<int>(rank)) {}
   RL_D bool valid() const { return pair < pairs; }
   RL_D int row() const { return 256 * (pairs - 1 - pair) + 128 * rank; }
-  RL_D int next_row() const { return row() - 128 * static_cast<int>(gridDim.x); }
   RL_D void advance() { pair += gridDim.x / 2, ++round; }
 };
 
@@ -59,14 +57,16 @@ struct Ring {
   RL_D void advance() {
     if (++slot == STAGES) slot = 0, phase ^= 1;
   }
-  // Producer: wait until the slot is free in both blocks, and announce its bytes in this one.
-  RL_D void begin(u32 bytes) const {
-    barrier_wait(bar.empty(slot), phase ^ 1);
-    if (bytes) barrier_expect(bar.full(slot), bytes);
-    else barrier_arrive(bar.full(slot));
-    remote_arrive(bar.full(slot), peer);
+  // Producers: wait until the slot is free in both blocks; one of them says how many bytes will come, and tells the other
+  // block that its own slot of this number was free too.
+  RL_D void begin() const { barrier_wait(bar.empty(slot), phase ^ 1); }
+  RL_D void announce(u32 bytes) const {
+    barrier_expect(full(), bytes);
+    remote_arrive(full(), peer);
   }
-  RL_D void wait() const { barrier_wait(bar.full(slot), phase); }
+  RL_D u32 full() const { return bar.full(slot); }
+  RL_D bool ready() const { return warp_uniform(barrier_ready(full(), phase)); }
+  RL_D void wait() const { barrier_wait(full(), phase); }
   // One lane of a warp that has read slot `which`.
   RL_D void release(int which) const {
     barrier_arrive(bar.empty(which));
@@ -83,35 +83,49 @@ RL_D void copy_rows(u32 target, const TensorMap* map, int row, u32 barrier) {
   for (int panel = 0; panel < PANELS; ++panel) copy_2d(target + panel * PANEL_BYTES, map, 64 * panel, row, barrier);
 }
 
-RL_D void produce(const Maps& maps, int rows, int chunks, u32 smem, Barriers bar, u32 rank) {
-  Ring ring(smem, bar, rank);
-  for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance()) {
-    for (int chunk = 0; chunk < chunks; ++chunk, ring.advance()) {
-      ring.begin(SLOT_BYTES);
-      const u32 full = bar.full(ring.slot);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int panel = 2 * static_cast<int>(rank) + i;
-        copy_2d_both(ring.address() + A_BYTES + panel * PANEL_BYTES, maps.weight, BACKWARD ? 64 * panel : 64 * chunk,
-                     BACKWARD ? 64 * chunk : 64 * panel, full);
-      }
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        copy_2d(ring.address() + i * PANEL_BYTES, maps.x, 64 * chunk, tiles.row() + 64 * i, full);
+// A warp's way through the ring, one of its lanes elected to start what comes into a free slot: `chunk` of a tile, and what is
+// beside a warpgroup's rows. Weights and rows have a warp each: to start a copy takes its time.
+template <class Chunk, class Beside>
+RL_D void produce(int rows, int chunks, Ring ring, Chunk chunk, Beside beside) {
+  for (Tiles tiles(rows, ring.peer ^ 1); tiles.valid(); tiles.advance()) {
+#pragma unroll 1
+    for (int k = 0; k < chunks; ++k, ring.advance()) {
+      ring.begin();
+      if (elected()) chunk(ring, k, tiles.row());
     }
-    for (int group = 0; group < 2; ++group, ring.advance()) {
-      ring.begin(BACKWARD ? ROWS_BYTES : 0);
-      if (BACKWARD) copy_rows(ring.address(), maps.beside, tiles.row() + 64 * group, bar.full(ring.slot));
+    for (int group = 0; group < 2 * BACKWARD; ++group, ring.advance()) {
+      ring.begin();
+      if (elected()) beside(ring, tiles.row() + 64 * group);
     }
-    for (int box = 2; box < 2 * (chunks < PREFETCHED ? chunks : PREFETCHED) && tiles.next_row() >= 0; ++box)
-      prefetch_2d(maps.x, 64 * (box / 2), tiles.next_row() + 64 * (box % 2));
   }
+}
+
+RL_D void produce_weights(const Maps& maps, int rows, int chunks, const Ring& ring) {
+  const auto chunk = [&](const Ring& r, int k, int) {
+    r.announce(SLOT_BYTES);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int panel = 2 * static_cast<int>(r.peer ^ 1) + i;
+      copy_2d_both(r.address() + A_BYTES + panel * PANEL_BYTES, maps.weight, 64 * (BACKWARD ? panel : k),
+                   64 * (BACKWARD ? k : panel), r.full());
+    }
+  };
+  produce(rows, chunks, ring, chunk, [](const Ring& r, int) { r.announce(ROWS_BYTES); });
+}
+
+RL_D void produce_rows(const Maps& maps, int rows, int chunks, const Ring& ring) {
+  const auto chunk = [&](const Ring& r, int k, int row) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) copy_2d(r.address() + i * PANEL_BYTES, maps.x, 64 * k, row + 64 * i, r.full());
+  };
+  produce(rows, chunks, ring, chunk, [&](const Ring& r, int row) { copy_rows(r.address(), maps.beside, row, r.full()); });
 }
 
 RL_D void produce_held(const Maps& maps, int rows, u32 smem, Barriers bar, u32 rank) {
   for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance())
     for (int group = 0; group < 2; ++group) {
       barrier_wait(bar.held_empty(group), (tiles.round & 1) ^ 1);
+      if (!elected()) continue;
       barrier_expect(bar.held_full(group), ROWS_BYTES);
       copy_rows(smem + HELD + group * ROWS_BYTES, maps.held, tiles.row() + 64 * group, bar.held_full(group));
     }

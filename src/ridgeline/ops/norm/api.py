@@ -14,7 +14,7 @@ from torch import Tensor
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops import checks
 from ridgeline.ops._triton.support import availability, demand
-from ridgeline.ops.dropout.reference import DropoutState, hidden_keep, quantise
+from ridgeline.ops.dropout.reference import DropoutState, check_dropping, hidden_keep, quantise
 from ridgeline.ops.norm.reference import NormKind, norm_reference, residual_norm_reference
 
 IMPLEMENTATIONS = ("reference", "torch", "triton")
@@ -75,7 +75,7 @@ def norm(
         impl: "reference", "torch" or "triton".
 
     Returns:
-        (…, C) in x's dtype.
+        (…, C) in x's dtype; "torch": in what PyTorch makes of x and the weights.
 
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
@@ -114,13 +114,13 @@ def residual_norm(
         eps: added to the variance (mean square for RMSNorm).
         kind: "layernorm" or "rmsnorm".
         branch_bias_C: bias still to be added to the branch, or None.
-        p: probability of dropping an element of the branch; 0 without `dropout`.
+        p: probability of dropping an element of the branch, from 0 to 1 − 2⁻¹⁵; 0 without `dropout`.
         dropout: what the step draws its masks from, or None for none.
         site: the place of this dropout in the model.
         impl: "reference", "torch" or "triton".
 
     Returns:
-        (r, h), both (B, T, C) in the branch's dtype.
+        (r, h), both (B, T, C) in the branch's dtype; "torch": in what PyTorch makes of branch, residual and weights.
 
     Raises:
         UnsupportedError: the implementation cannot run here, or a shape, dtype, stride or device it does not take.
@@ -132,6 +132,7 @@ def residual_norm(
     C = branch_BTC.shape[-1]
     checks.shape("residual_BTC", residual_BTC, tuple(branch_BTC.shape))
     checks.shape("branch_bias_C", branch_bias_C, (C,))
+    check_dropping(p, dropout, branch_BTC.device)
     if dropout is not None and C % 4:
         raise UnsupportedError(f"dropout needs a width that is a multiple of 4, got {C}")
     if dropout is None:

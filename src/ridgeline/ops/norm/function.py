@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.dropout.reference import DropoutState
@@ -43,7 +44,8 @@ class Norm(torch.autograd.Function):
         return h
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_C, bias_C, mean_N, rstd_N = ctx.saved_tensors
         x_NC, dx = x.view(-1, x.shape[-1]), torch.empty_like(x)
         N, C = x_NC.shape
@@ -88,7 +90,8 @@ class ResidualNorm(torch.autograd.Function):
         return r_BTC, h_BTC
 
     @staticmethod
-    def backward(ctx: Any, dr_BTC: Tensor, dh_BTC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, dr_BTC: Tensor, dh_BTC: Tensor) -> tuple[Tensor | None, ...]:
         r_BTC, weight_C, bias_C, branch_bias_C, mean_N, rstd_N = ctx.saved_tensors
         r_NC, parameters = r_BTC.view(-1, r_BTC.shape[-1]), [weight_C, bias_C, branch_bias_C]
         N, C = r_NC.shape

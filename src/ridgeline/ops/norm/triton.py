@@ -69,6 +69,53 @@ def norm_forward_kernel(
     tl.store(h_ptr + base + offset_RC, h_RC.to(h_ptr.dtype.element_ty), mask=inside_RC)
 
 
+@triton.jit
+def dropped(x_RC, key_0, key_1, sample_offset, row_R, column_C, T, scale, C: tl.constexpr, THRESHOLD: tl.constexpr):
+    """Elements of rows set to zero by their masks, the others scaled."""
+    keep_RC = hidden_keep_tile(key_0, key_1, sample_offset, row_R, column_C, T, C, THRESHOLD)
+    return tl.where(keep_RC, x_RC * scale, 0.0)
+
+
+@triton.jit
+def centred(
+    dh_RC, x_RC, mean_ptr, row_R, inside_R, inside_C, C: tl.constexpr, BLOCK_C: tl.constexpr, RMS: tl.constexpr
+):  # fmt: skip
+    """A norm's input without the mean; what the padding holds must not reach a sum."""
+    if not RMS:
+        x_RC -= tl.load(mean_ptr + row_R, mask=inside_R, other=0.0)[:, None]
+    if C < BLOCK_C:
+        x_RC = tl.where(inside_C[None, :], x_RC, 0.0)
+        dh_RC = tl.where(inside_C[None, :], dh_RC, 0.0)
+    return dh_RC, x_RC
+
+
+@triton.jit
+def gradient_of_rows(dx_RC, x_RC, rstd_R, C: tl.constexpr, RMS: tl.constexpr, DIVIDED: tl.constexpr):
+    """The gradient of a norm's input from that of its normalised rows x."""
+    inner_R = tl.sum(dx_RC * x_RC, axis=1) / C
+    if not RMS:
+        dx_RC -= (tl.sum(dx_RC, axis=1) / C)[:, None]
+    dr_RC = dx_RC - x_RC * inner_R[:, None]
+    if not DIVIDED:
+        dr_RC *= rstd_R[:, None]
+    return dr_RC
+
+
+@triton.jit
+def store_sums(
+    out_ptr, dweight_RC, dbias_RC, dbranch_bias_RC, inside_C,
+    C: tl.constexpr, BIAS: tl.constexpr, BRANCH_BIAS: tl.constexpr,
+):  # fmt: skip
+    """One program's sums over its rows, of each parameter that there is."""
+    tl.store(out_ptr, tl.sum(dweight_RC, axis=0), mask=inside_C)
+    if BIAS:
+        out_ptr += C
+        tl.store(out_ptr, tl.sum(dbias_RC, axis=0), mask=inside_C)
+    if BRANCH_BIAS:
+        out_ptr += C
+        tl.store(out_ptr, tl.sum(dbranch_bias_RC, axis=0), mask=inside_C)
+
+
 @triton.jit(do_not_specialize=["site", "sample_offset", "N"])
 def norm_backward_kernel(
     dh_ptr, r_ptr, weight_ptr, mean_ptr, rstd_ptr, dresidual_ptr, dr_ptr, dbranch_ptr, partials_ptr, partials_stride,
@@ -78,14 +125,10 @@ def norm_backward_kernel(
     THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr, DIVIDED: tl.constexpr,
     EARLY: tl.constexpr = False,
 ):  # fmt: skip
-    """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient.
-
-    DIVIDED: dh comes divided by each row's σ.
-    """
+    """dr = dresidual + norm'(dh); dbranch = dropout'(dr); this program's column sums of every parameter gradient."""
     previous_done(EARLY)
-    column_C = tl.arange(0, BLOCK_C)
+    column_C, lane_R = tl.arange(0, BLOCK_C), tl.arange(0, ROWS)
     inside_C = column_C < C
-    lane_R = tl.arange(0, ROWS)
     dh_place_RC = (lane_R * DH_STRIDE)[:, None] + column_C[None, :]
     x_place_RC = (lane_R * X_STRIDE)[:, None] + column_C[None, :]
     dr_place_RC = (lane_R * DR_STRIDE)[:, None] + column_C[None, :]
@@ -107,13 +150,8 @@ def norm_backward_kernel(
         if dresidual_ptr is not None:
             dresidual_RC = tl.load(dresidual_ptr + first * DR_STRIDE + dr_place_RC, mask=out_RC, other=0.0)
         rstd_R = tl.load(rstd_ptr + row_R, mask=inside_R, other=1.0)
-        if not RMS:
-            x_RC -= tl.load(mean_ptr + row_R, mask=inside_R, other=0.0)[:, None]
-        if C < BLOCK_C:  # what the padding holds must not reach a sum
-            x_RC = tl.where(inside_C[None, :], x_RC, 0.0)
-            dh_RC = tl.where(inside_C[None, :], dh_RC, 0.0)
-
-        if DIVIDED:
+        dh_RC, x_RC = centred(dh_RC, x_RC, mean_ptr, row_R, inside_R, inside_C, C, BLOCK_C, RMS)
+        if DIVIDED:  # dh comes divided by each row's σ
             dweight_RC += dh_RC * x_RC
             if BIAS:
                 dbias_RC += dh_RC * (1.0 / rstd_R)[:, None]
@@ -122,20 +160,13 @@ def norm_backward_kernel(
             dweight_RC += dh_RC * x_RC
             if BIAS:
                 dbias_RC += dh_RC
-        dx_RC = dh_RC * weight_C[None, :]
-        inner_R = tl.sum(dx_RC * x_RC, axis=1) / C
-        if not RMS:
-            dx_RC -= (tl.sum(dx_RC, axis=1) / C)[:, None]
-        dr_RC = dx_RC - x_RC * inner_R[:, None]
-        if not DIVIDED:
-            dr_RC *= rstd_R[:, None]
+        dr_RC = gradient_of_rows(dh_RC * weight_C[None, :], x_RC, rstd_R, C, RMS, DIVIDED)
         if dresidual_ptr is not None:
             dr_RC += dresidual_RC.to(tl.float32)
         if dr_ptr is not None:
             tl.store(dr_ptr + first * DR_STRIDE + dr_place_RC, dr_RC.to(dr_ptr.dtype.element_ty), mask=out_RC)
         if THRESHOLD > 0:
-            keep_RC = hidden_keep_tile(key_0, key_1, sample_offset, row_R, column_C, T, C, THRESHOLD)
-            dr_RC = tl.where(keep_RC, dr_RC * scale, 0.0)
+            dr_RC = dropped(dr_RC, key_0, key_1, sample_offset, row_R, column_C, T, scale, C, THRESHOLD)
         if dbranch_ptr is not None:
             address_RC = dbranch_ptr + first * DR_STRIDE + dr_place_RC
             tl.store(address_RC, dr_RC.to(dbranch_ptr.dtype.element_ty), mask=out_RC)
@@ -143,13 +174,7 @@ def norm_backward_kernel(
             dbranch_bias_RC += tl.where(inside_R[:, None], dr_RC, 0.0)
 
     out_ptr = partials_ptr + tl.program_id(0) * partials_stride + column_C
-    tl.store(out_ptr, tl.sum(dweight_RC, axis=0), mask=inside_C)
-    if BIAS:
-        out_ptr += C
-        tl.store(out_ptr, tl.sum(dbias_RC, axis=0), mask=inside_C)
-    if BRANCH_BIAS:
-        out_ptr += C
-        tl.store(out_ptr, tl.sum(dbranch_bias_RC, axis=0), mask=inside_C)
+    store_sums(out_ptr, dweight_RC, dbias_RC, dbranch_bias_RC, inside_C, C, BIAS, BRANCH_BIAS)
 
 
 def forward_config(N: int, C: int) -> Launch:

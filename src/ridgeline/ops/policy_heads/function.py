@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ridgeline.ops.kept import Kept
 from ridgeline.ops.policy_heads import hopper, launch
 from ridgeline.ops.policy_heads.reference import HeadWeights
 from ridgeline.ops.sink import GradientSink, sink_of
@@ -37,11 +38,13 @@ class PolicyHeads(torch.autograd.Function):
         else:
             passed = launch.forward(plan, packed, heads, x_NC, targets_NK, eps=eps, gradient=gradient)
         ctx.plan, ctx.packed, ctx.passed, ctx.x_NC, ctx.flat = plan, packed, passed, x_NC, flat
+        ctx.kept = Kept(x_NC, *flat, spends=False)
         return launch.losses(plan, passed)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses_K: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.kept.demand()
         plan, passed, x_NC = ctx.plan, ctx.passed, ctx.x_NC
         dx_NC, factors = launch.state_gradient(plan, ctx.packed, passed, x_NC, dlosses_K.contiguous())
         state_WC = launch.product(passed.q_NW, x_NC)

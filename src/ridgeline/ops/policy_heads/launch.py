@@ -247,7 +247,7 @@ def weight_gradients(
     `state_WC` is qᵀ x of all heads.
     """
     side_HX, statistics_at, down_VH = products
-    S, block_s, block_i = plan.width + place.earlier, 32, 32
+    S, block_s, block_i = plan.width + place.earlier, 8, 128  # many programs, few steps: latency is all it costs
     kernels.weight_gradients_kernel[(grid_rows(S, block_s) + grid_rows(place.inner, block_i),)](
         state_WC, side_HX, down_VH, sums, factors, head.norm_weight_S, head.norm_bias_S, head.up_HS, *targets,
         INDEX=place.index, C=plan.width, E=place.earlier, V=place.classes, H=place.inner, AT=place.at,

@@ -201,6 +201,8 @@ RL_D void registers_up() {}
 template <int COUNT>
 RL_D void registers_down() {}
 
+RL_D bool elected() { return machine.lane() == 0; }
+
 // ---- mbarriers
 RL_D void barrier_init(u32 barrier, int arrivals) { machine.barriers[barrier] = {arrivals, arrivals}; }
 RL_D void barrier_init_fence() {}
@@ -220,6 +222,7 @@ RL_D void barrier_wait(u32 barrier, u32 parity) {
   machine.races.take(machine.current, b.complete);
   machine.races.learn(machine.current, machine.races.component(emulation::BARRIER_COPIES, barrier), b.completed);
 }
+RL_D bool barrier_ready(u32 barrier, u32 parity) { return machine.barriers.at(barrier).phase != parity; }
 
 // ---- the copy engine: 16-bit tensors
 struct alignas(64) TensorMap {
@@ -309,9 +312,13 @@ RL_D void let_next_start() {}
 // ---- clusters
 RL_D u32 cluster_rank() { return machine.rank(); }
 RL_D void cluster_sync() { machine.gather(machine.named[-1], static_cast<int>(machine.fibers.size()), "cluster", false); }
+RL_D void cluster_leave() { machine.gather(machine.named[-2], static_cast<int>(machine.fibers.size()), "cluster", true); }
 RL_D u32 remote_address(u32 address, u32 rank) { return address % emulation::SMEM_STRIDE + rank * emulation::SMEM_STRIDE; }
-RL_D void remote_arrive(u32 barrier, u32 rank) { barrier_arrive(remote_address(barrier, rank)); }
-RL_D void remote_free(u32 remote_barrier) { barrier_arrive(remote_barrier); }
+RL_D void remote_free(u32 remote_barrier) {
+  machine.races.send(machine.current, remote_barrier / emulation::SMEM_STRIDE);
+  barrier_arrive(remote_barrier);
+}
+RL_D void remote_arrive(u32 barrier, u32 rank) { remote_free(remote_address(barrier, rank)); }
 RL_D void copy_2d_both(u32 destination, const TensorMap* map, int x, int y, u32 barrier) {
   for (u32 rank = 0; rank < 2; ++rank) copy_2d(remote_address(destination, rank), map, x, y, remote_address(barrier, rank));
 }

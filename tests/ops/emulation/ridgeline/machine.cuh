@@ -188,7 +188,7 @@ inline const char* Machine::run_cluster() {
     if (fault) return fault;
     bool all = true;
     for (auto& fiber : fibers) all = all && fiber.done;
-    if (all) return nullptr;
+    if (all) return races.all_came(threads) ? nullptr : races.last();
   }
   for (size_t w = 0; w < warps.size(); ++w)
     std::fprintf(stderr, "block %d, warp %zu: %s\n", block, w, fibers[32 * w].done ? "done" : fibers[32 * w].waits_for);

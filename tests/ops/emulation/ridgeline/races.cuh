@@ -16,6 +16,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace emulation {
@@ -53,7 +54,7 @@ class Races {
   void reset(int threads, size_t bytes) {
     clocks_.assign(threads, Clock(threads + EXTRA_COMPONENTS));
     for (int t = 0; t < threads; ++t) clocks_[t].seen[t] = 1;
-    names_.clear(), cells_.assign(bytes / 2, Cell{}), threads_ = threads;
+    sent_.clear(), names_.clear(), cells_.assign(bytes / 2, Cell{}), threads_ = threads;
   }
   Clock& of(int thread) { return clocks_[thread]; }
   Event now(int thread) { return {thread, clocks_[thread].seen[thread]}; }
@@ -98,6 +99,19 @@ class Races {
     }
     return true;
   }
+  // An arrival at a barrier of another block, which must not have left: one of its threads is to know of it.
+  void send(int thread, uint32_t rank) { sent_[{thread, rank}] = now(thread).when; }
+  bool all_came(int threads) {
+    for (const auto& [way, when] : sent_) {
+      bool known = false;
+      for (int t = threads * way.second; t < threads * static_cast<int>(way.second + 1); ++t)
+        known = known || clocks_[t].seen[way.first] >= when;
+      if (known) continue;
+      message_ = "an arrival by " + describe(way.first) + " may come when block " + std::to_string(way.second) + " has left";
+      return false;
+    }
+    return true;
+  }
   const char* last() const { return message_.c_str(); }
 
  private:
@@ -124,6 +138,7 @@ class Races {
     return false;
   }
   std::vector<Clock> clocks_;
+  std::map<std::pair<int, uint32_t>, uint32_t> sent_;  // by whom and to which block: the last one's time
   std::map<uint64_t, int> names_;
   std::vector<Cell> cells_;
   int threads_ = 0;

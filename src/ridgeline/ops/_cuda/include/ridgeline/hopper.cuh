@@ -25,6 +25,20 @@ RL_D void barrier_wait(u32 barrier, u32 parity) {
       "again_%=: mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
       "@done bra end_%=;\nbra again_%=;\nend_%=:\n}" ::"r"(barrier), "r"(parity) : "memory");
 }
+RL_D bool barrier_ready(u32 barrier, u32 parity) {  // whether a wait would be over at once; it is still to be made
+  u32 yes;
+  asm volatile("{\n.reg .pred done;\nmbarrier.test_wait.parity.shared.b64 done, [%1], %2;\nselp.u32 %0, 1, 0, done;\n}"
+               : "=r"(yes) : "r"(barrier), "r"(parity) : "memory");
+  return yes;
+}
+
+// One lane of a warp that is here as a whole, the same every time. The compiler knows that it is one: it asks no lane whether
+// it has a copy to start too, and takes addresses from uniform registers as they are (a tenth of the instructions).
+RL_D bool elected() {
+  u32 yes;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(yes));
+  return yes;
+}
 
 // ---- bulk tensor copies; coordinates innermost first
 RL_D void prefetch_map(const TensorMap* map) {
@@ -74,6 +88,11 @@ RL_D u32 cluster_rank() {
 // release of the cluster's scope would wait for all of the thread's stores to memory.
 RL_D void cluster_sync() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same before a block may end: all that its threads have sent to the other's shared memory is there. An arrival that is
+// under way meets the next block on that multiprocessor otherwise, and its barriers.
+RL_D void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // One arrival at the barrier of block `rank`; orders no stores to memory either.
 RL_D void remote_arrive(u32 barrier, u32 rank) {
