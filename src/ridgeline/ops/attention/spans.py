@@ -18,7 +18,7 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
 
-_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiif", "PPPPPPPPiiiiiiiiif"
+_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiifiIII", "PPPPPPPPiiiiiiiiif"
 
 WIDTH = 32  # of a head
 SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgroups that compute with them
@@ -128,7 +128,7 @@ def backward(
     arguments: tuple[cuda.Argument, ...] = (
         *(hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD, d_out_BTHD)), out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD,
         dq_sums, heads[0], heads[1], column_sums, notes, T, H, shared, parts, key_parts, units, o_pitch, q_pitch,
-        kv_pitch, sum_rows, scale,
+        kv_pitch, sum_rows, scale, G * parts, *(hopper.inverse(x) for x in (key_parts, G * parts, parts)),
     )  # fmt: skip
     macros = defines(q_BTHD.dtype, column_sums is not None)
     module = cuda.load(hopper.SOURCES / "plain_backward.cu", macros)

@@ -122,7 +122,7 @@ RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&s
 RL_D void run_keys(const Arguments& a, const Here& p) {
   Unit unit(a, blockIdx.x);
 #if RL_COLUMN_SUMS
-  const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
+  const int groups = quotient(a.head_parts, a.by_parts), width = (a.heads + 2 * groups) * D;
   const int row = (static_cast<int>(blockIdx.x) * GROUPS + p.group) * 4 + p.warp;
   wait_for_previous_knowing(unit.all() | groups);
   zero_column_sums(a.column_sums, row, gridDim.x * (GROUPS * 4), 0, a.sum_rows, width, a.heads * D, width, p.lane);
@@ -309,8 +309,8 @@ RL_D void run_queries(const Arguments& a, const Here& p) {
   const int thread = threadIdx.x & 127;
   const u32 lane_at = swizzle128((p.lane & 7) + (p.lane >> 4) * 8, 2 * p.warp + (p.lane >> 3 & 1));
 #if RL_COLUMN_SUMS
-  const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
-  const int row = static_cast<int>(blockIdx.x) * 4 + p.warp, samples = a.units / a.key_parts / (a.heads / a.heads_per_part);
+  const int groups = quotient(a.head_parts, a.by_parts), width = (a.heads + 2 * groups) * D;
+  const int row = static_cast<int>(blockIdx.x) * 4 + p.warp, samples = quotient(quotient(a.units, a.by_key_parts), a.by_head_parts);
   const int elsewhere = a.key_parts > 1 ? 4 * samples * a.blocks : 0;  // rows that another kernel fills
   zero_column_sums(a.column_sums, row, gridDim.x * 4, elsewhere, a.sum_rows, width, 0, a.heads * D, p.lane);
   float* sums = a.column_sums + static_cast<i64>(row) * width;
@@ -375,10 +375,12 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
                              const rl::u16* o, const float* lse, rl::u16* dq, rl::u16* dk, rl::u16* dv, float* dq_sums,
                              float* dk_parts, float* dv_parts, float* column_sums, rl::u32* notes, int T, int heads,
                              int heads_per_part, int parts, int key_parts, int units, int o_pitch, int q_pitch, int kv_pitch,
-                             int sum_rows, float scale) {
+                             int sum_rows, float scale, int head_parts, rl::u32 by_key_parts, rl::u32 by_head_parts,
+                             rl::u32 by_parts) {
   using namespace rl;
   const Arguments a{&q, &k, &v, &d_o, o, lse, dq, dk, dv, dq_sums, dk_parts, dv_parts, column_sums, notes, T, ceil_div(T, 64),
-                    heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows, scale};
+                    heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows, scale,
+                    head_parts, by_key_parts, by_head_parts, by_parts};
   const Here p;
   p.start();
   if (p.group < GROUPS) {

@@ -39,15 +39,17 @@ struct Arguments {
   // parts: of the heads that share keys; key_parts: of a head's spans.
   int T, blocks, heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows;
   float scale;
+  int head_parts;                               // of all key heads
+  u32 by_key_parts, by_head_parts, by_parts;    // inverses, see `quotient`
 };
 
 // The heads and spans that a thread block takes at a time.
 struct Unit {
   int part, key_part, batch, first_head, group;  // part: its number among those of all samples and key heads
   RL_D Unit(const Arguments& a, int number) {
-    const int head_parts = a.heads / a.heads_per_part;
-    part = number / a.key_parts, key_part = number - part * a.key_parts, batch = part / head_parts;
-    first_head = (part - batch * head_parts) * a.heads_per_part, group = (part - batch * head_parts) / a.parts;
+    part = quotient(number, a.by_key_parts), key_part = number - part * a.key_parts, batch = quotient(part, a.by_head_parts);
+    const int in_sample = part - batch * a.head_parts;
+    first_head = in_sample * a.heads_per_part, group = quotient(in_sample, a.by_parts);
   }
   RL_D int all() const { return part | key_part | batch | first_head | group; }
   // The first block of a span; parts take turns there and back, since later spans see fewer queries.
