@@ -7,7 +7,8 @@ than most cases. A run is given up at the deadline or after LIMIT seconds, none 
 come first: a kernel with a planted mistake (a tool that does not see its own proves nothing), the same in a process
 that aborts, a product of cuBLAS, and orders that are right and reported. Prints a line a run, then for each kernel
 what each tool says: clean, a report whose reason is known, a report, none. $OUT/sanitize has the reports,
-sanitize.json what was read in them. COMPUTE_SANITIZER names the tool where it is not on the path nor beside nvcc.
+sanitize.json what was read in them; exits with 1 where a report is not known, a planted mistake was not seen, or a
+kernel of all cases has no verdict. COMPUTE_SANITIZER names the tool where it is not on the path nor beside nvcc.
 DRY=1 runs the cases without it: on a card that compiles everything, without one by interpreter and references.
 """
 
@@ -152,6 +153,9 @@ def main(arguments):
         tool: [found for (by, job), found in results.items() if by == tool and job not in CONTROLS] for tool in tools
     }
     print("\n".join(verdicts.table(own, OURS)))
+    words = {verdicts.verdict(tool, kernel, own[tool])[0] for tool in tools for kernel in OURS}
+    blind = any(job in PLANTED and not found["reported"] for (_, job), found in results.items())
+    sys.exit(1 if blind or "REPORT" in words or ("none" in words and len(arguments) == 1 + len(tools)) else 0)
 
 
 if __name__ == "__main__":

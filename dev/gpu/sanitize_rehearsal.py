@@ -4,12 +4,14 @@
 
 Tensors are fake (shapes without memory), nothing is compiled, and no kernel runs; all else is what happens on a
 Hopper card: the choice of routes, buffers, tensor maps, parameters packed for each launch. Prints a line of JSON a
-case: {"case", "launched": [kernel …], "products": how many the host would compute}. Needs a C++ compiler. COMPILE=1
-compiles the CUDA C++ all the same, into $RIDGELINE_CACHE.
+case: {"case", "launched": [kernel …], "forms": [kernel of CUDA C++ with its macros …], "products": how many the host
+would compute}; then, unless cases are named, one for a step of two blocks of each row of benchmarks/goals.toml. Needs
+a C++ compiler. COMPILE=1 compiles the CUDA C++ all the same, into $RIDGELINE_CACHE.
 """
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import inspect
 import json
@@ -17,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 import types
 import warnings
 from pathlib import Path
@@ -93,35 +96,56 @@ def move(module, function):
 
 
 def launch_nowhere(tell):
-    """No kernel is compiled or run; `tell` is called with the file and the name of each that is launched."""
+    """No kernel is compiled or run; `tell` is called with the file, name and macros of each that is launched."""
     from triton.runtime.jit import JITFunction
 
     from ridgeline.ops._cuda import driver, launch
     from ridgeline.ops._cuda.compiler import Cubin
 
     def launch_cuda(config, kernel, parameters, extra):
-        tell(*kernel)
+        (file, macros), name = kernel
+        tell(file, name, macros)
         return 0
 
     def launch_triton(kernel, *args, grid, warmup, **named):
         options = ("num_warps", "num_stages", "launch_pdl", "num_ctas", "maxnreg")
         inspect.signature(kernel.fn).bind(*args, **{k: v for k, v in named.items() if k not in options})
-        tell(kernel.fn.__code__.co_filename, kernel.fn.__name__)
+        tell(kernel.fn.__code__.co_filename, kernel.fn.__name__, None)
 
     driver.library = lambda: types.SimpleNamespace(cuLaunchKernelEx=launch_cuda, cuTensorMapEncodeTiled=lambda *_: 0)
     driver.load_library = lambda image: image
-    driver.get_kernel = lambda file, name: (file, name)
+    driver.get_kernel = lambda image, name: (image, name)
     driver.allow_dynamic_smem = lambda *_: None
     compile = launch.build if "COMPILE" in os.environ else lambda *_: None
-    launch.build = lambda path, defines, arch: (compile(path, defines, arch), Cubin(path, "", arch))[1]
+    launch.build = lambda path, defines, arch: (compile(path, defines, arch), Cubin((path, defines), "", arch))[1]
     JITFunction.run = launch_triton
+
+
+def goals():
+    """{name: a step of it} for the rows of benchmarks/goals.toml."""
+    from sanitize_steps import train
+
+    rows = tomllib.loads((HERE.parents[1] / "benchmarks/goals.toml").read_text())["goal"]
+    sizes = sorted({tuple(row[key] for key in ("workload", "batch", "context", "precision")) for row in rows})
+    return {
+        f"goal {name} {batch} x {context} {precision}": functools.partial(
+            train, name, "fused", batch, context, steps=1, precision=precision, layers=2
+        )
+        for name, batch, context, precision in sizes
+    }
 
 
 def main(names):
     warnings.filterwarnings("ignore", "Accessing the data pointer")
     answer_for_card()
-    launched = set()
-    launch_nowhere(lambda file, kernel: launched.add(f"{Path(file).relative_to(OPS)}:{kernel}"))
+    launched, forms = set(), set()
+
+    def tell(file, kernel, macros):
+        launched.add(f"{Path(file).relative_to(OPS)}:{kernel}")
+        if macros is not None:
+            forms.add(f"{Path(file).relative_to(OPS)}:{kernel} {sorted(macros.items())}")
+
+    launch_nowhere(tell)
     import sanitize_cases  # noqa: F401  (registers them)
     from sanitize_kit import CASES, CONTROLS, ProductsOnHost
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -139,11 +163,14 @@ def main(names):
 
     torch.autograd.set_multithreading_enabled(False)
     fake = FakeTensorMode()  # one: plans are kept between cases
-    for name in names or [name for name in CASES if name not in CONTROLS]:
+    cases = {name: case for name, case in CASES.items() if name not in CONTROLS} | ({} if names else goals())
+    for name in names or cases:
         launched.clear()
+        forms.clear()
         with fake, Values(), ProductsOnHost() as products:
-            CASES[name]()
-        print(json.dumps({"case": name, "launched": sorted(launched), "products": products.calls}), flush=True)
+            cases[name]()
+        told = {"case": name, "launched": sorted(launched), "forms": sorted(forms), "products": products.calls}
+        print(json.dumps(told), flush=True)
 
 
 if __name__ == "__main__":

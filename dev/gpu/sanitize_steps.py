@@ -22,15 +22,24 @@ from ridgeline.optim import OptimizerConfig
 
 
 def train(
-    name, impl_name, batch=1, context=256, steps=2, taken_for=None, precision="bf16", algorithm="adamw", **decoder
+    name,
+    impl_name,
+    batch=1,
+    context=256,
+    steps=2,
+    taken_for=None,
+    precision="bf16",
+    algorithm="adamw",
+    layers=1,
+    **decoder,
 ):
-    """Steps of a preset with one block, each a call: no graph hides a launch.
+    """Steps of a preset with few blocks, each a call: no graph hides a launch.
 
     Args:
         taken_for: a batch whose choice of kernels is made, whatever the batch is.
     """
     case = workload(name, batch=batch, context=context)
-    case = replace(case, model=replace(case.model, decoder=replace(case.model.decoder, layers=1, **decoder)))
+    case = replace(case, model=replace(case.model, decoder=replace(case.model.decoder, layers=layers, **decoder)))
     model = build(case.model, impl=impl_name, seed=1).to(DEVICE)
     step = TrainStep(model, optimizer=OptimizerConfig(algorithm=algorithm), precision=precision, capture=False)
     chosen = lambda config, device, dtype, B, T: choose(config, device, dtype, taken_for or B, T)

@@ -25,10 +25,10 @@ def test_summary_is_median_and_spread():
 
 
 def test_times_are_of_single_steps():
-    naps = iter([0.001, 0.02, 0.001])
+    naps = iter([0.001, 0.3, 0.001])
     times = time_steps(lambda: time.sleep(next(naps)), 3, CPU)
-    assert times[1] > 15
-    assert max(times[0], times[2]) < 15
+    assert times[1] > 250
+    assert max(times[0], times[2]) < 250  # a busy machine wakes late
 
 
 def test_warm_up_runs_until_two_windows_agree(monkeypatch):

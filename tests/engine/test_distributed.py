@@ -31,6 +31,7 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
 
 def train(rank: int, world: int, accumulate: int, bucket: int) -> TrainStep:
     model = build(LANGUAGE, impl="reference", seed=3 + rank)  # only the first process' weights may count
+    model.decoder.positions.requires_grad_(False)  # frozen ones too
     step = TrainStep(
         model, optimizer=SETTINGS, precision="fp32", seed=7, accumulate=accumulate, replicas=Replicas(bucket=bucket)
     )

@@ -19,6 +19,9 @@ from ridgeline.engine import TrainStep
 from ridgeline.engine.capture import CudaCapture
 from ridgeline.errors import OutOfMemoryError, RidgelineError, UnsupportedError
 from ridgeline.models import build
+from ridgeline.models.memory import memory
+from ridgeline.models.plan import FUSED, PLANS
+from ridgeline.ops.dropout import DropoutState
 from ridgeline.optim import OptimizerConfig
 from ridgeline.presets import PRESETS
 
@@ -180,6 +183,33 @@ def test_gradients_written_beside_each_other_are_autograds(name):
     for key, parameter in plain.named_parameters():
         expected = parameter.grad.float()
         assert (found[key] - expected).norm() <= 0.01 * expected.norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("plan", ["lean", "leanest"])
+@pytest.mark.parametrize(
+    ("name", "batch"),  # whole rows, few rows, products with their joins, folded norms
+    [("gpt2-c256", 32), ("gpt2-c256", 64), ("fast-c256", 264), ("gpt2-c256", 264), ("hal-20m", 136), ("gpt2-124m", 8)],
+)
+def test_a_plan_that_keeps_less_gives_the_same_gradients_in_less_memory(name, batch, plan):
+    case = workload(name, batch=batch)
+    data = {
+        key: x.bfloat16() if x.is_floating_point() else x for key, x in random_batch(case, torch.device("cuda")).items()
+    }
+    state, kept, gradients = DropoutState(torch.tensor([3, 4], device="cuda"), 5), [], []
+    for impl in ("fused", f"fused+{plan}"):
+        model = build(case.model, impl=impl, seed=1).cuda().bfloat16().train()
+        before = torch.cuda.memory_allocated()
+        loss = model.loss(data, state)
+        kept.append(torch.cuda.memory_allocated() - before)
+        loss.backward()
+        gradients.append({key: parameter.grad.float() for key, parameter in model.named_parameters()})
+        del model, loss
+    all_of_it, some = (
+        memory(case.model, batch=batch, context=case.context, plan=each).activations for each in (FUSED, PLANS[plan])
+    )
+    assert kept[0] - kept[1] > 0.6 * (all_of_it - some)  # a folded norm is never kept
+    for key, expected in gradients[0].items():
+        assert (gradients[1][key] - expected).norm() <= 0.02 * expected.norm() + 1e-6, key
 
 
 def test_a_batch_too_large_says_what_needs_how_much_and_a_smaller_one_trains():

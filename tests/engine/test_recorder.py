@@ -226,6 +226,21 @@ def test_a_stranger_may_write_to_the_gradient_of_its_loss():
     assert norms[0] == norms[1] == norms[2]
 
 
+def test_a_part_of_the_model_in_evaluation_is_another_program():
+    """What a step does follows from the mode of every module, and not only the model's own."""
+    steps = []
+    for capture in (Recorder(), False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        step = TrainStep(model, lambda model, x: model(x).square().mean(), SETTINGS, precision="fp32", capture=capture)
+        for number in range(6):
+            model[1].train(number % 3 != 0)
+            step(torch.randn(8, 4, generator=torch.Generator().manual_seed(number)))
+        steps.append(step)
+    assert differences(*steps) == []
+    assert torch.equal(*(step.model[1].running_mean for step in steps))
+
+
 @pytest.mark.parametrize("capture", [Recorder(), False])
 def test_a_buffer_that_the_model_writes_is_refused_in_bf16(capture):
     class Running(torch.nn.Module):

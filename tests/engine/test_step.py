@@ -222,6 +222,7 @@ def test_the_users_product_precision_is_left_alone():
     [
         (lambda: strange_step(precision="bf61"), "unknown precision 'bf61'; did you mean bf16"),
         (lambda: strange_step(capture=True), "capture=False"),
+        (lambda: strange_step(capture="yes"), "capture must be True, False, None or a function"),
         (lambda: strange_step(accumulate=0), r"integers of at least 1, got \(0, 1, 20\)"),
         (lambda: strange_step(lanes=1.5), r"integers of at least 1, got \(1, 1\.5, 20\)"),
         (lambda: strange_step(weight=3), "weight must be a function of a part of a batch, got 3"),

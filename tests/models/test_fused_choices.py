@@ -141,22 +141,47 @@ def test_gradients_are_launched_as_they_gather(
     equals_the_reference_to_rounding(decoder(CONFIGS["learned, tanh"], layers=2))
 
 
+@pytest.fixture
+def played_products(monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None]) -> Callable[[Choices], None]:
+    """The Hopper kernels' products played too."""
+    for raw in ("forward_raw", "input_gradient_raw"):
+        real = getattr(products, raw)
+        monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
+    return played
+
+
+def hopper(out: str, *, folded: bool) -> Choices:
+    rest = out if not folded else "torch"
+    return Choices(attention="reference", mlp="cuda", qkv="cuda", out=out, folded=folded, rest=rest, sums_at_once=True)
+
+
 @pytest.mark.parametrize(("out", "folded"), [("cuda", False), ("residual", False), ("residual", True)])
 @pytest.mark.parametrize(
     "name", ["learned, tanh", "relative, dropout, exact", "one key/value head, RMSNorm, no biases"]
 )
 def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
-    monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices], None], name: str, out: str, folded: bool
+    played_products: Callable[[Choices], None], name: str, out: str, folded: bool
 ) -> None:
-    for raw in ("forward_raw", "input_gradient_raw"):
-        real = getattr(products, raw)
-        monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
-    rest = out if not folded else "torch"
-    choices = Choices(
-        attention="reference", mlp="cuda", qkv="cuda", out=out, folded=folded, rest=rest, sums_at_once=True
-    )
-    played(choices)
+    played_products(hopper(out, folded=folded))
     equals_the_reference_to_rounding(decoder({**CONFIGS[name], "width": 192}, layers=2))
+
+
+@pytest.mark.parametrize("plan", ["lean", "leanest"])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        Choices(attention="reference", mlp="torch", rows=ROWS, grouped=True),
+        Choices(attention="reference", mlp="cuda", joined=JOINED, grouped=True),
+        hopper("cuda", folded=False),
+        hopper("residual", folded=True),
+    ],
+    ids=["whole rows", "joined", "products", "folded"],
+)
+def test_what_a_plan_makes_again_is_wired_under_every_choice(
+    played_products: Callable[[Choices], None], choices: Choices, plan: str
+) -> None:
+    played_products(choices)
+    equals_the_reference_to_rounding(decoder({**CONFIGS["learned, tanh"], "width": 192}, layers=2), f"fused+{plan}")
 
 
 WIDE = {

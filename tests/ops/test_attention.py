@@ -63,6 +63,13 @@ def test_tiles_need_not_be_square(queries: int, keys: int, monkeypatch: pytest.M
     )
 
 
+def test_no_windows_are_none() -> None:
+    q, k, v = (torch.randn(0, 5, heads, 32, device=DEVICE, requires_grad=True) for heads in (2, 1, 1))
+    out = attention(q, k, v, scale=0.2, impl="triton")
+    assert out.shape == q.shape
+    assert [x.shape for x in torch.autograd.grad(out.sum(), [q, k, v])] == [q.shape, k.shape, v.shape]
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_relative_scores_of_a_few_windows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their masks are those of their samples, and the table's gradient is the sum over all."""

@@ -97,6 +97,20 @@ def test_all_ignored_is_nan_as_in_torch() -> None:
         assert not torch.autograd.grad(loss, [logits])[0].nan_to_num().any()
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_a_head_without_rows_is_nan_as_in_torch(chunk: int | None) -> None:
+    torch.manual_seed(1)
+    hidden, weight, bias = (torch.randn(shape, device=DEVICE) for shape in ((0, 8), (9, 8), (9,)))
+    targets = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    for impl in ("torch", "triton"):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        loss = linear_cross_entropy(*leaves, targets, chunk=chunk, impl=impl)
+        assert loss.isnan()
+        for gradient, leaf in zip(torch.autograd.grad(loss, leaves), leaves, strict=True):
+            assert gradient.shape == leaf.shape
+            assert not gradient.nan_to_num().any()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

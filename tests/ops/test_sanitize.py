@@ -26,19 +26,26 @@ def verdicts() -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="a build of torch for CUDA has a card of its own")
-def test_each_kernel_has_a_case_and_none_is_without(verdicts: ModuleType) -> None:
-    """Every case runs to its end on a Hopper card of fake tensors; between them they launch all kernels there are."""
+def test_each_kernel_has_a_case_and_each_form_of_the_goals(verdicts: ModuleType) -> None:
+    """Every case runs to its end on a Hopper card of fake tensors; between them they launch all kernels there are.
+
+    And a step of each goal's workload, at its size, launches no CUDA C++ in a form that no case launches.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # as on a card
     done = subprocess.run(
         [sys.executable, FOLDER / "sanitize_rehearsal.py"], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    cases = [json.loads(line) for line in done.stdout.splitlines()]
-    launched = {kernel for case in cases for kernel in case["launched"]}
-    assert launched == verdicts.kernels()
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    cases = [each for each in told if not each["case"].startswith("goal ")]
+    assert {kernel for case in cases for kernel in case["launched"]} == verdicts.kernels()
     in_jobs = [name for job in importlib.import_module("sanitize_gpu").JOBS for name in job.split("+")]
     assert sorted(in_jobs) == sorted(case["case"] for case in cases)
+    of_cases = {form for case in cases for form in case["forms"]}
+    of_goals = {form: each["case"] for each in told[len(cases) :] for form in each["forms"]}
+    assert len(of_goals) > 50
+    assert {form: goal for form, goal in of_goals.items() if form not in of_cases} == {}
 
 
 def test_kernels_are_found_whose_name_a_macro_chooses(verdicts: ModuleType) -> None:
@@ -125,3 +132,20 @@ def test_a_report_counts_wherever_it_stands(verdicts: ModuleType, monkeypatch: p
     lines = "\n".join(verdicts.table({"racecheck": [clean, found]}, {"gemm", "head"}))
     assert "of 2 kernels 1 clean, 1 known, 0 REPORT, 0 none" in lines
     assert "known, a reason: head" in lines
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_no_tool_reports_what_is_not_known(tool: str, tmp_path: Path) -> None:
+    """One small run of each kernel: every one has a verdict, every report a reason, and a planted mistake is seen."""
+    if "COMPUTE_SANITIZER" not in os.environ:
+        pytest.skip("takes minutes: COMPUTE_SANITIZER is to name the tool (compute-sanitizer, beside nvcc)")
+    done = subprocess.run(
+        [sys.executable, FOLDER / "sanitize_gpu.py", "580", tool],
+        env={**os.environ, "OUT": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

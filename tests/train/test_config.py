@@ -43,7 +43,7 @@ def test_engines_are_named_once_rungs_and_their_single_changes_included(config, 
     assert engine_called("r16").lanes == 2
     assert engine_called("best+lean") == dataclasses.replace(ENGINES["best"], impl="fused+lean")
     assert change(config, engine="best+leanest").engine == "best+leanest"
-    with pytest.raises(RidgelineError, match=r"fused.leen: unknown plan 'leen'; did you mean lean"):
+    with pytest.raises(RidgelineError, match="unknown plan of the fused blocks 'leen'; did you mean lean"):
         change(config, engine="best+leen")
     alone = engine_called("m2+capture")
     assert (alone.impl, alone.capture, alone.own, alone.prefetch) == ("m2+capture", True, True, False)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ridgeline.errors import UnsupportedError
+from ridgeline.errors import ConfigError, UnsupportedError, lacks_memory
 
 Program = Callable[[], None]
 Capture = Callable[[Program], Program]
@@ -65,7 +65,7 @@ class CudaCapture:
                 program()
         except Exception as error:
             self._free_generator()
-            if isinstance(error, torch.OutOfMemoryError):
+            if lacks_memory(error):
                 raise  # the step knows what needs how much
             raise UnsupportedError(f"the step cannot be captured: {reason(error)}") from error
         return graph.replay
@@ -82,10 +82,13 @@ def choose_capture(capture: bool | Capture | None, device: torch.device) -> Capt
     """How a step on `device` is captured: None for not at all.
 
     Raises:
+        ConfigError: it is neither a truth value nor a function.
         UnsupportedError: a CUDA graph is asked for and there is no CUDA device.
     """
     if capture is None:
         capture = device.type == "cuda"
+    if not isinstance(capture, bool) and not callable(capture):
+        raise ConfigError(f"capture must be True, False, None or a function of a program, got {capture!r}")
     if not isinstance(capture, bool):
         return capture
     if capture and device.type != "cuda":

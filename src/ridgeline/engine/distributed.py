@@ -10,7 +10,7 @@ import contextlib
 import gc
 import os
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -64,11 +64,15 @@ class Replicas:
         self.rank = 0 if alone else dist.get_rank(group)
         self.world = 1 if alone else dist.get_world_size(group)
 
-    def same(self, flat: Tensor) -> None:
-        """Gives every process the first one's values."""
-        if self.world > 1:
+    @torch.no_grad()
+    def same(self, tensors: Iterable[Tensor]) -> None:
+        """Gives every process the first one's values; no memory may be named twice in a tensor."""
+        for tensor in tensors if self.world > 1 else ():
+            values = tensor.detach().contiguous()
             with connected():
-                dist.broadcast(flat, group=self.group, group_src=0)
+                dist.broadcast(values.flatten().view(torch.uint8), group=self.group, group_src=0)  # any dtype
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
 
     @torch.no_grad()
     def start(self, flat: Tensor) -> dist.Work | None:

@@ -194,6 +194,12 @@ class FlatParameters:
             for module, name, at_rest, _ in self._sites:
                 setattr(module, name, at_rest)
 
+    def beside(self) -> list[Tensor]:
+        """The model's frozen parameters and buffers, of any dtype, but for those that repeat their own memory."""
+        frozen = [p for p in self._model.parameters() if not self._learns[id(p)]]
+        whole = (t for t in (*frozen, *self._model.buffers()) if t.numel() and all(t.stride()))
+        return [t for t in whole if t.device.type == self.device.type]
+
     def name_at_rest(self, tensor: Tensor | None) -> str | None:
         """The name of a parameter that learns, as the module holds it between steps; None for any other tensor."""
         return self._at_rest.get(id(tensor))

@@ -129,7 +129,7 @@ class TrainStep:
             orthogonal=_orthogonal(model, optimizer, orthogonal),
             lanes=lanes,
         )
-        self.replicas.same(self.flat.masters)
+        self.replicas.same([self.flat.masters, *self.flat.beside()])
         self.flat.refresh()
         rank, world = self.replicas.rank, self.replicas.world
         whole = accumulate * lanes * world == 1
@@ -150,7 +150,8 @@ class TrainStep:
         device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
         self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state, own=loss is None)
         self._capture = choose_capture(capture, self.device)
-        self._shapes: dict[tuple[Signature, bool, Source | None], _Prepared] = {}
+        self._modules = list(model.modules())
+        self._shapes: dict[tuple[Signature, bytes, Source | None], _Prepared] = {}
         self._activations = 0
         self._last: _Prepared | None = None
 
@@ -188,7 +189,7 @@ class TrainStep:
     def _prepared(self, batch: Any, *, expected: bool = False) -> tuple[_Prepared, list[Tensor]]:
         source = batch if isinstance(batch, Source) else None
         leaves, spec = tensors_of(batch if source is None else dict(source.tensors))
-        key = (signature(leaves, spec), self.model.training, source)
+        key = (signature(leaves, spec), bytes(module.training for module in self._modules), source)
         if key not in self._shapes:
             self._shapes[key] = self._prepare(leaves, spec, source, expected=expected)
         return self._shapes[key], leaves

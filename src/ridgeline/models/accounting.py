@@ -20,7 +20,6 @@ from ridgeline.ops.dropout.cost import MASK_FLOPS, dropout_pass
 from ridgeline.ops.embedding.cost import embedding, positions
 from ridgeline.ops.linear.cost import (
     add_pass,
-    linear_again,
     linear_forward,
     linear_input_gradient,
     linear_weight_gradient,
@@ -228,8 +227,8 @@ def block_cost(c: DecoderConfig, B: int, T: int, store: Storage, plan: StoragePl
 
 
 def _again(op: OpCost) -> OpCost:
-    """A forward pass' work repeated in the backward pass, because its result was not kept."""
-    return replace(op, name=f"{op.name}.again", phase="backward")
+    """Work of the forward pass repeated in the backward pass, because its result was not kept: not the model's."""
+    return replace(op, name=f"{op.name}.again", phase="backward", flops=0, executed_flops=op.executed)
 
 
 def _expand(c: DecoderConfig, N: int, store: Storage) -> list[OpCost]:
@@ -250,7 +249,8 @@ def _mlp(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan, drop: int)
         linear_forward("mlp_down", N, F, C, bias=c.bias, store=store, reads=int(rides), element_flops=drop, count=L),
     ]
     if not plan.preactivation:
-        ops.append(linear_again("mlp_up", N, C, F, store=store, writes=2, element_flops=gelu, count=L))
+        again = linear_forward("mlp_up", N, C, F, bias=c.bias, store=store, writes=2, element_flops=gelu, count=L)
+        ops.append(_again(again))
     elif not plan.activation:
         ops.append(_again(gelu_pass("gelu", N, F, c.gelu, store=store, count=L)[0]))
     ops += [

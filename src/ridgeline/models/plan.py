@@ -75,5 +75,5 @@ def fused_plan(impl: object) -> StoragePlan | None:
         return FUSED if base == FUSED.name else None
     known = [plan.name for plan in PLANS.values() if plan.fused and plan is not FUSED]
     if name not in known:
-        raise UnsupportedError(f"{impl}: {nearest(name, known, 'plan')}")
+        raise UnsupportedError(nearest(name, known, "plan of the fused blocks"))
     return PLANS[name]

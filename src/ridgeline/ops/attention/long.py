@@ -85,7 +85,7 @@ def _by_head(x_BTHD: Tensor) -> Tensor:
 def _windows(q_BTHD: Tensor, table_RD: Tensor | None, drop: Dropping) -> Iterator[tuple[slice, Dropping]]:
     """Windows whose relative scores fit the workspace, and the dropout that begins with them; all without a table."""
     B, T, H, _ = q_BTHD.shape
-    most = B
+    most = max(1, B)
     if table_RD is not None:
         most = max(1, RELATIVE_BYTES // (T * H * T * q_BTHD.element_size()))
     for first in range(0, B, most):

@@ -42,7 +42,8 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor, *, impl: str = "referenc
 
     Args:
         logits_NV: fp32, bf16 or fp16; for "triton" columns are contiguous, rows may be strided.
-        targets_N: classes, signed integers of any width. For "triton" one out of range makes the loss NaN.
+        targets_N: classes, signed integers of any width, of which "triton" reads 32 bits. For it one out of range makes
+            the loss NaN.
         impl: "reference", "torch" or "triton".
 
     Returns:

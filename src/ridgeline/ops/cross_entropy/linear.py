@@ -102,7 +102,7 @@ def _partials(rows: int, hidden_NC: Tensor, head: Head) -> int:
 def make_buffers(hidden_NC: Tensor, head: Head, rows: int) -> HeadBuffers:
     """Buffers for chunks of `rows` rows."""
     N = hidden_NC.shape[0]
-    partials = sum(_partials(min(rows, N - first), hidden_NC, head) for first in range(0, N, rows))
+    partials = sum(_partials(min(rows, N - first), hidden_NC, head) for first in range(0, N, max(1, rows)))
     return HeadBuffers(
         hidden_NC.new_empty(rows, head.weight_WC.shape[0]),
         torch.empty(partials, device=hidden_NC.device),
@@ -154,7 +154,7 @@ def head_loss(
     Weight and bias gradients go to their sinks where they have one.
     """
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
-    if chunk is None and V <= kernels.WHOLE_ROWS and N * V <= KEPT_ELEMENTS:
+    if N == 0 or (chunk is None and V <= kernels.WHOLE_ROWS and N * V <= KEPT_ELEMENTS):
         return SmallHead.apply(hidden_NC, weight_VC, bias_V, targets_N)
     return ChunkedHead.apply(hidden_NC, weight_VC, bias_V, targets_N, chunk or chunk_rows(N, V))
 

@@ -100,29 +100,6 @@ def linear_weight_gradient(
     )
 
 
-def linear_again(
-    name: str,
-    rows: int,
-    inputs: int,
-    outputs: int,
-    *,
-    store: Storage,
-    writes: int = 1,
-    element_flops: int = 0,
-    count: int = 1,
-) -> OpCost:
-    """The forward product repeated in the backward pass, because its result was not kept: no FLOP of the model's."""
-    return OpCost(
-        name=f"{name}.again",
-        phase="backward",
-        executed_flops=2 * rows * inputs * outputs,
-        vector_flops=rows * outputs * element_flops,
-        read_bytes=rows * inputs * store.activation + outputs * inputs * store.weight,
-        written_bytes=rows * outputs * writes * store.activation,
-        count=count,
-    )
-
-
 def add_pass(name: str, rows: int, width: int, *, store: Storage, count: int = 1) -> tuple[OpCost, OpCost]:
     """A residual addition as a pass of its own: forward a sum, backward the sum of two gradients."""
     size = rows * width * store.activation
