@@ -146,13 +146,16 @@ RL_D void run_keys(const Arguments& a, const Here& p) {
       for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, places, h == 0, tile);
 #pragma unroll
       for (int key = 0; key < KEYS; ++key)
-        if (first + places.of(key) < a.blocks) {
-          finish(a, unit, first + places.of(key), p.warp, p.lane, w.dk[key], w.dv[key]);
+        if (first + places.of(key) < a.blocks) finish(a, unit, first + places.of(key), p.warp, p.lane, w.dk[key], w.dv[key]);
 #if RL_COLUMN_SUMS
-          add_column_sums(sums + unit.group * D, w.dk[key], a.scale, p.lane);
-          add_column_sums(sums + (groups + unit.group) * D, w.dv[key], 1.f, p.lane);
+      if (first + places.of(1) < a.blocks)
+#pragma unroll
+        for (int n = 0; n < D / 2; ++n) w.dk[0][n] += w.dk[1][n], w.dv[0][n] += w.dv[1][n];
+      if (first + places.of(0) < a.blocks) {
+        add_column_sums(sums + unit.group * D, w.dk[0], a.scale, p.lane);
+        add_column_sums(sums + (groups + unit.group) * D, w.dv[0], 1.f, p.lane);
+      }
 #endif
-        }
     }
   }
 }
