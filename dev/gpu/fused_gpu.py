@@ -219,9 +219,33 @@ def passes(m, B, T):
     return step, sinks, flat
 
 
-def block(name):
+def stack_step(name):
+    """A stack's forward and backward as a function that holds all it uses, gradients into flat memory; its layers, flat memory, sinks."""
     m, B, T = model_of(name, "fused")
-    step, sinks, flat = passes(m, B, T)
+    m = m.cuda().bfloat16().train()
+    state = DropoutState(torch.tensor([3, 4], device="cuda"), 0)
+    x = torch.randn(B, T, m.config.decoder.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    weights = [p for n, p in m.decoder.named_parameters() if n != "positions"]
+    flat = torch.zeros(sum(-(-p.numel() // 64) * 64 for p in weights), device="cuda")
+    start, sinks = 0, []
+    for p in weights:
+        sinks.append(GradientSink(flat[start : start + p.numel()].view(p.shape)))
+        setattr(p, ATTRIBUTE, sinks[-1])
+        start += -(-p.numel() // 64) * 64
+
+    def step():
+        for sink in sinks:
+            sink.begin(add=False)
+        torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
+        join(sinks)
+
+    return step, m.config.decoder.layers, flat, sinks
+
+
+def block(name):
+    step, layers, flat, sinks = stack_step(name)
+    _, B, T = WORKLOADS[name]
     graphs, first, sums = {}, {}, {}
     for key, (early, changes) in variants(name).items():
         try:
@@ -245,7 +269,6 @@ def block(name):
         off = max(abs(a / b - 1) if b else abs(a) for a, b in zip(norms, base))
         if not off < 0.01:
             print(name, key, f"GRADIENT NORMS OFF by {off:.3g}", flush=True)
-    layers = m.config.decoder.layers
     few = (5, 4) if B * T > 65536 else (9, 10)  # so many milliseconds a replay that half a minute would go by
     out = {key: us / layers for key, us in interleaved(graphs, *few).items()}
     for key, us in out.items():

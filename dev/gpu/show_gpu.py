@@ -8,9 +8,7 @@ a step. Outside the blocks: the whole step less the stack of its six blocks, in 
 "ops" whose µs are the hot ones, with the cool ones as rows "…, cool"; each part is written as soon as it is known.
 """
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import statistics
@@ -295,36 +293,31 @@ def torch_stack(name, layers):
     x = torch.randn(batch, length, m.config.decoder.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
     weights = [p for n, p in m.decoder.named_parameters() if n != "positions"]
-    return fused.captured(lambda: torch.autograd.grad(m.decoder.transform(x, None), [x, *weights], dy, allow_unused=True))
+    return Captured(lambda: torch.autograd.grad(m.decoder.transform(x, None), [x, *weights], dy, allow_unused=True))
 
 
-def fused_stack(name):
-    """The stack's forward and backward in a graph, gradients into flat memory; how many blocks it has."""
-    import fused_gpu as fused
+class Captured:
+    """A graph, and the function that holds what it reads and writes: what is freed behind a graph is somebody else's."""
 
-    kept = {}
-    interleaved, variants = fused.interleaved, fused.variants
-    fused.interleaved = lambda graphs, *few: kept.update(graphs) or {key: 0.0 for key in graphs}
-    fused.variants = lambda n: dict(list(variants(n).items())[:1])
-    try:
-        with contextlib.redirect_stdout(io.StringIO()) as told:
-            fused.block(name)
-    finally:
-        fused.interleaved, fused.variants = interleaved, variants
-    for line in told.getvalue().splitlines():
-        if "us a block" not in line:
-            raise RuntimeError(line)
-    return next(iter(kept.values()))
+    def __init__(self, step):
+        import fused_gpu as fused
+
+        self.step, self.graph = step, fused.captured(step)
+
+    def replay(self):
+        self.graph.replay()
 
 
 def block(name, seconds):
     """A block of `name`, and for hal-20m all that a step has outside its blocks."""
+    import fused_gpu as fused
     import torch
 
-    end, layers, wide = time.time() + seconds, 6, name == "hal-20m"
+    end, wide = time.time() + seconds, name == "hal-20m"
     goal = {"hal-20m": 5400, "gpt2-c256": 140, "fast-c256": 100}[name]
     shape = f"{N if wide else 8192} x {C if wide else 256}"
-    graphs = {"stack": fused_stack(name)}
+    step, layers, *_ = fused.stack_step(name)
+    graphs = {"stack": Captured(step)}
     if wide:
         from ridgeline.bench.contenders import build_step, find_contender
         from ridgeline.bench.workloads import random_batch, workload

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ridgeline.errors import ConfigError, UnsupportedError
-from ridgeline.models import DecoderConfig, LanguageConfig, LanguageModel, build
+from ridgeline.models import Decoder, DecoderConfig, LanguageConfig, LanguageModel, build
 from ridgeline.ops.attention.reference import attention_reference
 from ridgeline.ops.dropout import DropoutState, attention_keep, quantise
 
@@ -32,6 +32,13 @@ def test_attention_equals_a_loop_over_positions() -> None:
                 weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
                 expected = sum(weights[j] * v[b, j, g] for j in range(i + 1))
                 torch.testing.assert_close(out[b, i, h], expected)
+
+
+def test_a_probability_that_no_mask_has_is_refused_where_masks_are_drawn() -> None:
+    config = DecoderConfig(layers=1, width=16, heads=2, context=8, dropout=0.99999)
+    Decoder(config, impl="torch")
+    with pytest.raises(UnsupportedError, match="p must be from 0 to"):
+        Decoder(config, impl="reference")
 
 
 def test_attention_dropout_scales_what_it_keeps() -> None:

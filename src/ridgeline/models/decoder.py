@@ -55,6 +55,8 @@ class Dropout(nn.Module):
     def __init__(self, p: float, site: int, impl: str) -> None:
         super().__init__()
         self.p, self.site, self.impl = p, site, impl
+        if impl != "torch":
+            quantise(p)  # that masks have such a probability is told before a step
 
     def forward(self, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
         if not self.training or self.p == 0:

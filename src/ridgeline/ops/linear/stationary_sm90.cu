@@ -175,6 +175,8 @@ struct Consumer {
               load_matrices_transposed(fragment, tile + swizzle128(16 * k + 8 * high + row, 2 * warp + low));
             else load_matrices(fragment, tile + swizzle128(16 * warp + 8 * low + row, 2 * k + high));
           }
+        if (owner == group) fence_async();  // an arrival may overtake the reads: all is read before the engine writes there
+        sync_warp();
         release(ring.first + chunk);
       }
       ring.advance();
@@ -199,17 +201,12 @@ struct Consumer {
     if (EPILOGUE == 2 && DROPOUT && j % 4 == 0) draw(j, column);
     if (READS_C && j == 0) barrier_wait(bar.c_full(group, sent & 1), sent >> 1 & 1);
     if (READS_C && j % 2 == 0) load_matrices_transposed(c, c_tile(smem, group, sent & 1) + matrix + j * 1024);
-    if (READS_C && j == 6 && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
     if (BY_ROW && j == 0) {
       barrier_wait(bar.rows_full(sent & 1), sent >> 1 & 1);
       load_scales(0);
     }
     if (BY_ROW && j < 7) load_scales(j + 1);
     const float(&by_row)[2] = scales[j & 1];
-    if (BY_ROW && j == 6) {
-      sync_warp();
-      if (lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
-    }
     u32 out[2], slope[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -238,6 +235,11 @@ struct Consumer {
     if (j == 0) barrier_wait(bar.vacant(group, sent & 1), (sent >> 1 & 1) ^ 1);
     store_matrix_pair_transposed(staging(smem, group, sent & 1, 0) + place, out[0], out[1]);
     if (BOTH) store_matrix_pair_transposed(staging(smem, group, sent & 1, 1) + place, slope[0], slope[1]);
+    if (j == 7 && (READS_C || BY_ROW)) {  // what was read of both has been used, too: an arrival may overtake reads
+      sync_warp();
+      if (READS_C && lane == 0) barrier_arrive(bar.c_empty(group, sent & 1));
+      if (BY_ROW && lane == 0) barrier_arrive(bar.rows_empty(sent & 1));
+    }
   }
   RL_D void send() {  // the tile is whole
     fence_async();
