@@ -47,7 +47,7 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
     "plain_sum.cu": [
         ("#include \"plain_spans.cuh\"\n", "#include \"plain_spans.cuh\"\n#define MARKS column_sums\nnamespace rl {" + COMMON + "}\n"),
         ("  let_next_start();\n", "  ENTER();\n  let_next_start();\n"),
-        ("#pragma unroll 1\n  for (int k = 0;", "  MARK(3);\n#pragma unroll 1\n  for (int k = 0;"),
+        ("#pragma unroll 2\n", "  MARK(3);\n#pragma unroll 2\n"),
         ("#if RL_COLUMN_SUMS\n", "  LEAVE();\n#if RL_COLUMN_SUMS\n"),
     ],
 }
@@ -138,7 +138,7 @@ def run(folder, G, out):
             print("TIMELINE", name, "keys waited for, there", [[few((v[:, g, m] - v[:, g, 3]).tolist()) for m in (6, 7)] for g in (0, 1)], flush=True)
         if k == "plain_sum":
             start = int(found["plain_backward"][:, :, 1][found["plain_backward"][:, :, 1] > 0].min())
-            ns = v[:256, 0, [1, 5]].view(8, -1, 2) - start
+            ns = v[:1024, 0, [1, 5]].view(8, -1, 2) - start
             print("TIMELINE", name, "sum, by four tiles: entered and left, us after the backward's first block entered", [[round(x / 1000, 1) for x in few(ns[g, :, e].tolist())] for g in range(8) for e in (0, 1)], flush=True)
         report(f"{name} {k}", v, {"forward": range(4), "plain_backward": (0, 1, 3), "plain_sum": ()}[k], out)
 

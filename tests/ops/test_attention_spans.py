@@ -35,7 +35,7 @@ SUM = """#include "plain_sum.cu"
 extern "C" const char* run(const float* sums, rl::u16* dq, float* columns, const rl::u32* notes,
                            const float4* dk_parts, const float4* dv_parts, rl::u16* dk, rl::u16* dv, const int* n,
                            float scale, int grid) {
-  return emulation::launch(grid, rl::SUM_THREADS, 0, false, [=] {
+  return emulation::launch(grid, 128, 0, false, [=] {
     attention_plain_sum(sums, dq, columns, notes, dk_parts, dv_parts, dk, dv, n[0], n[1], n[2], n[3], n[4], n[5], n[6],
                         n[7], n[8], scale);
   });
@@ -96,8 +96,7 @@ def add_parts(
     dq, dk, dv = gradients
     width = columns.shape[1]
     numbers = (ctypes.c_int * 9)(x.T, x.H, x.shared, x.parts, x.key_parts, x.B, dq.stride(1), dk.stride(1), width)
-    of_keys = -(-2 * dk.numel() // (4 * spans.SUM_THREADS)) if x.parts > 1 else 0
-    grid = x.B * x.H * -(-x.blocks // spans.SPAN) + of_keys
+    grid = x.B * x.H * x.blocks + (-(-2 * dk.numel() // 512) if x.parts > 1 else 0)
     pointers = map(pointer, (sums, dq, columns, notes, *parts, dk, dv))
     assert library.run(*pointers, numbers, ctypes.c_float(scale), grid) is None
 

@@ -25,7 +25,6 @@ SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgr
 STAGES = 8  # tiles of queries in a thread block's ring
 SQUARES = 3  # tiles whose score gradients wait for dQ's warpgroup
 STATISTICS = 4  # tiles whose rows' statistics are held
-SUM_THREADS = 128 * SPAN  # of the second kernel
 THREADS = 128 * (GROUPS + 2)
 SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STATISTICS + 16 * (STAGES + SQUARES + 2)
 
@@ -140,7 +139,7 @@ def backward(
             B, q_pitch, kv_pitch, (H + 2 * G) * D, scale,
         )  # fmt: skip
         kernel = module.kernel("attention_plain_sum", _SUM_KINDS, patient=True)
-        of_keys = -(-2 * B * T * G * D // (4 * SUM_THREADS)) if parts > 1 else 0
-        kernel.launch((-(-blocks // SPAN) * B * H + of_keys,), SUM_THREADS, 0, arguments)
+        of_keys = -(-2 * B * T * G * D // (4 * 128)) if parts > 1 else 0
+        kernel.launch((blocks * B * H + of_keys,), 128, 0, arguments)
     elif parts > 1:
         hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)
