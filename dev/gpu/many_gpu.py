@@ -4,6 +4,7 @@ PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|
 
 kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart, and with
           another revision's kernels where BEFORE names a checkout of it; weight gradients of a layer
+stress    thousands of launches in a row
 check     two blocks with joined products against fp64 (fused_gpu)
 blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
 """
@@ -11,13 +12,17 @@ blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import fused_gpu
 import torch
@@ -28,7 +33,7 @@ from ridgeline.models import LanguageConfig, LanguageModel
 from ridgeline.models.fused import stack
 from ridgeline.models.fused.choices import choose
 from ridgeline.ops.early import early_launches
-from ridgeline.ops.linear import products, wgrad
+from ridgeline.ops.linear import gemm, products, stationary, wgrad
 from ridgeline.ops.linear.reduce import Job
 from ridgeline.ops.linear.wgrad import Gradient, weight_gradients_raw
 from ridgeline.ops.mlp import many
@@ -38,8 +43,9 @@ from ridgeline.ops.norm import triton as norms
 OUT = os.environ.get("OUT", "/tmp")
 END = time.time() + 3600
 N, EPS = 131072, 1e-5
-SOURCE = many.SOURCE
-GRADIENTS = wgrad.SOURCE
+SOURCE, GRADIENTS = many.SOURCE, wgrad.SOURCE
+WEIGHTS = stationary.SOURCE
+MACROS = {many: many.macros, wgrad: wgrad.macros}
 
 
 def before(source):
@@ -48,20 +54,37 @@ def before(source):
     return Path(os.environ.get("BEFORE", package)).resolve() / source.relative_to(package)
 
 
-BEFORE_SOURCE, BEFORE_GRADIENTS = before(SOURCE), before(GRADIENTS)
+class Variant(NamedTuple):
+    """Kernels of many rows, with further macros for a trial."""
+
+    joined: bool = True
+    source: Path = SOURCE
+    macros: dict = {}
+    gradients: Path = GRADIENTS
+    gradient_macros: dict = {}
+    weights: Path = WEIGHTS  # the product with weights in registers
+
+
+OLD = Variant(source=before(SOURCE), gradients=before(GRADIENTS), weights=before(WEIGHTS))
 PRODUCTS = frozenset(("out", "down", "up", "qkv"))
-VARIANTS = {  # name: the folder of project_many.cu (None: no product takes its join)
-    "apart": None,
-    "joined before": BEFORE_SOURCE,
-    "joined": SOURCE,
-}
+VARIANTS = {"apart": OLD._replace(joined=False), "before": OLD, "now": Variant()}
+BOTH = ("before", "now")
+
+
+def take(variant):
+    """The kernels that are launched from here on."""
+    many.SOURCE, wgrad.SOURCE = variant.source, variant.gradients
+    stationary.SOURCE = variant.weights
+    stationary._kernel.cache_clear()
+    many.macros = lambda *a, **k: {**MACROS[many](*a, **k), **variant.macros}
+    wgrad.macros = lambda *a, **k: {**MACROS[wgrad](*a, **k), **variant.gradient_macros}
 
 
 @contextlib.contextmanager
 def variant(name):
     """Stacks and steps that are made meanwhile."""
-    many.SOURCE, wgrad.SOURCE = VARIANTS[name] or SOURCE, GRADIENTS if name == "joined" else BEFORE_GRADIENTS
-    joined = PRODUCTS if VARIANTS[name] else frozenset()
+    take(VARIANTS[name])
+    joined = PRODUCTS if VARIANTS[name].joined else frozenset()
 
     def choice(*arguments):
         chosen_here = choose(*arguments)
@@ -71,7 +94,8 @@ def variant(name):
     try:
         yield
     finally:
-        many.SOURCE, wgrad.SOURCE, stack.choose = SOURCE, GRADIENTS, choose
+        take(Variant())
+        stack.choose = choose
 
 
 def relative(a, b):
@@ -184,24 +208,30 @@ def report(right, same, together, before):
     if not right:
         print("" if same else ", REPEATS DIFFER", flush=True)
         return None
-    graphs = {"joined": captured(together), "apart": captured(before)}
-    many.SOURCE = BEFORE_SOURCE
-    graphs["joined before"] = captured(together)
-    many.SOURCE = SOURCE
-    us = interleaved(graphs, 5, 8)
-    print(f", us {us['joined']:.1f} (before {us['joined before']:.1f}, apart {us['apart']:.1f})", flush=True)
+    graphs = {"apart": captured(before)}
+    for key in BOTH:
+        take(VARIANTS[key])
+        graphs[key] = captured(together)
+    take(Variant())
+    return told_us(interleaved(graphs, 5, 8))
+
+
+def told_us(us):
+    print(", us", {key: round(value, 1) for key, value in us.items()}, flush=True)
     return us
 
 
 def gradients(label, shapes, biases, rows=N):
     made = [
         Gradient(
-            normal(rows, M), normal(rows, K), torch.empty(M, K, device="cuda"),
-            torch.empty(M, device="cuda") if biases else None,
+            normal(rows, M),
+            normal(rows, K),
+            torch.empty(M, K, device="cuda"),
+            torch.empty(M, device="cuda") if biased else None,
         )
-        for M, K in shapes
+        for (M, K), biased in zip(shapes, biases)
     ]
-    sums = 512 if biases else 256
+    sums = 512 if any(biases) else 256
     also = [Job(torch.randn(132, 1, sums, device="cuda"), torch.empty(1, sums, device="cuda")) for _ in range(2)]
 
     def errors():
@@ -214,16 +244,14 @@ def gradients(label, shapes, biases, rows=N):
     same = all(torch.equal(a, g.dweight_MK) for a, g in zip(first, made))
     cublas(made)
     graphs = {"cuBLAS": captured(lambda: cublas(made))}
-    for key, source in (("ours", GRADIENTS), ("before", BEFORE_GRADIENTS)):
-        wgrad.SOURCE = source
+    for key in BOTH:
+        take(VARIANTS[key])
         graphs[key] = captured(lambda: weight_gradients_raw(made, also=also))
-    wgrad.SOURCE = GRADIENTS
-    us = interleaved(graphs, 5, 8)
+    take(Variant())
     # wgmma rounds towards zero: half of 4.5e-8 a step of 16 rows that a share has, 2,000 of them at most.
     right = "right" if ours < 5e-5 and same else "WRONG"
-    print(f"{label}: {right}, error {ours:.2g} (cuBLAS {errors():.2g}), same bits {same}, us", end=" ", flush=True)
-    print({key: round(value, 1) for key, value in us.items()}, flush=True)
-    return us
+    print(f"{label}: {right}, error {ours:.2g} (cuBLAS {errors():.2g}), same bits {same}", end="", flush=True)
+    return told_us(interleaved(graphs, 5, 8))
 
 
 def cublas(made):
@@ -235,14 +263,24 @@ def kernels(names):
     out = {}
     for name in names:
         config = WORKLOADS[name][0]
+        if config.width != many.WIDTH:
+            continue
         F, Q = config.hidden, config.qkv_width
         rms = config.norm == "rmsnorm"
         trials = {
             "gradients": lambda: gradients(
-                f"{name} weight gradients", [(256, F), (F, 256), (256, 256), (Q, 256)], config.bias
+                f"{name} weight gradients", [(256, F), (F, 256), (256, 256), (Q, 256)], 4 * [config.bias]
+            ),
+            "gradients, up's bias apart": lambda: gradients(
+                f"{name} weight gradients, up's bias apart",
+                [(256, F), (F, 256), (256, 256), (Q, 256)],
+                [config.bias, False, config.bias, config.bias],
             ),
             "gradients of six layers, few rows": lambda: gradients(
-                f"{name} six layers, 8,192 rows", 6 * [(256, F), (F, 256), (256, 256), (Q, 256)], config.bias, 8192
+                f"{name} six layers, 8,192 rows",
+                6 * [(256, F), (F, 256), (256, 256), (Q, 256)],
+                24 * [config.bias],
+                8192,
             ),
             "up": lambda: backward(f"{name} up's gradient", F, rms),
             "qkv": lambda: backward(f"{name} qkv's gradient", Q, rms),
@@ -258,6 +296,45 @@ def kernels(names):
                 print(f"{name} {key} FAILED {error!r}"[:300], flush=True)
             torch.cuda.empty_cache()
             keep("kernels", out)
+    return out
+
+
+def weights(names):
+    """Products with weights in registers: the same bits as before, and us in turns."""
+    out = {}
+    for name in names:
+        config = WORKLOADS[name][0]
+        C, F, Q = config.width, config.hidden, config.qkv_width
+        h, dz, dh = normal(N, C), normal(N, C), normal(N, C)
+        a, du, qkv = (torch.empty(N, width, device="cuda", dtype=torch.bfloat16) for width in (F, F, Q))
+        up, down, out_of, project = normal(F, C, scale=C**-0.5), normal(C, F), normal(C, C), normal(Q, C)
+        bias, bias_Q = (normal(F), normal(Q)) if config.bias else (None, None)
+        slope = products.slope_empty(h, N, F, coded=True)
+        forward, back = products.forward_raw, products.input_gradient_raw
+        trials = {
+            "up": lambda: forward(h, up, a, bias_M=bias, gelu=config.gelu, slope_NM=slope, impl="cuda"),
+            "down's gradient": lambda: back(dz, down, du, slope_NK=slope, impl="cuda"),
+            "qkv": lambda: forward(h, project, qkv, bias_M=bias_Q, impl="cuda"),
+            "out's gradient": lambda: back(dz, out_of, dh, impl="cuda"),
+        }
+        for key, trial in trials.items():
+            if time.time() > END - 3:
+                return out
+            results, graphs = {}, {}
+            for which in BOTH:
+                take(VARIANTS[which])
+                for result in (a, du, qkv, dh):
+                    result.fill_(float("nan"))
+                sums = trial()
+                left = {"up": (a, slope), "down's gradient": (du, sums), "qkv": (qkv,), "out's gradient": (dh,)}[key]
+                results[which] = [t.clone() for t in left]
+                graphs[which] = captured(trial)
+            take(Variant())
+            same = all(torch.equal(x, y) and not x.isnan().any() for x, y in zip(*results.values()))
+            print(f"{name} {key}: {'the same bits' if same else 'OTHER BITS'}", end="", flush=True)
+            out[f"{name} {key}"] = told_us(interleaved(graphs, 5, 8))
+            keep("weights", out)
+        torch.cuda.empty_cache()
     return out
 
 
@@ -281,7 +358,7 @@ def lent(what, run, keys, names):
 
 
 def check(names):
-    lent("check", fused_gpu.check, ["joined"], names)
+    lent("check", fused_gpu.check, ["now"], names)
 
 
 def blocks(names):
@@ -299,7 +376,7 @@ def steps(names):
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         made = {}
         large = B * T > 65536
-        for key in VARIANTS if large else ["apart", "joined"]:  # with few rows these differ in weight gradients alone
+        for key in VARIANTS if large and config.width == many.WIDTH else BOTH:
             if time.time() > END - 8:
                 break
             m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
@@ -309,7 +386,7 @@ def steps(names):
                     train(batch)
                 torch.cuda.synchronize()
             made[key] = SimpleNamespace(replay=functools.partial(train, batch), train=train)
-        us = interleaved(made, *((4, 6) if large else (6, 50)))
+        us = interleaved(made, *((6, 6) if large else (8, 50)))
         out[name] = {key: value / 1000 for key, value in us.items()}
         print(name, "ms a step", {key: round(value, 3) for key, value in out[name].items()}, flush=True)
         losses = {key: run.train.metrics()[-1].loss for key, run in made.items()}
@@ -320,6 +397,55 @@ def steps(names):
     return out
 
 
+STRESSED = {  # which kernels, and whether they end as they did: without waiting for arrivals under way
+    "before": (OLD, False),
+    "before, ending as it did": (OLD, True),
+    "now": (Variant(), False),
+    "now, ending as before": (Variant(), True),
+}
+
+
+def stress(names):
+    """Thousands of launches of each form of each kernel, a process each: which of them fails?"""
+    if "STRESS" not in os.environ:
+        command = [sys.executable, "-u", __file__, str(END - time.time()), "stress"]
+        children = [
+            subprocess.Popen(command, env=os.environ | {"STRESS": key}, stderr=subprocess.DEVNULL) for key in STRESSED
+        ]
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(END - time.time(), 1))
+            child.kill()
+        return
+    global report
+    key = os.environ["STRESS"]
+    kernels_here, hasty = STRESSED[key]
+    folder = Path(tempfile.mkdtemp()) / "ops"
+    for part in ("mlp", "linear"):
+        shutil.copytree(kernels_here.source.parents[1] / part, folder / part)
+    source = folder / "mlp/project_many.cu"
+    if hasty:
+        assert source.read_text().count("cluster_leave();") == 1
+        source.write_text(source.read_text().replace("cluster_leave();", "cluster_sync();"))
+    label = [""]
+
+    def many_times(right, same, together, before):
+        graph = captured(lambda: [together() for _ in range(100)])
+        for done in range(60):
+            graph.replay()
+            try:
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"\nSTRESS {key}, {label[0]}: FAILED after {100 * done} launches {str(error)[:60]}", flush=True)
+                os._exit(1)
+        print(f"\nSTRESS {key}, {label[0]}: 6,000 launches, right {right and same}", flush=True)
+
+    report = many_times
+    take(kernels_here._replace(source=source))
+    for label[0], trial, K in (("down", forward, 1024), ("out", forward, 256), ("up's gradient", backward, 1024)):
+        trial(label[0], K, False)
+
+
 def keep(name, out):
     with open(f"{OUT}/many_{name}.json", "w") as file:
         json.dump(out, file)
@@ -327,17 +453,29 @@ def keep(name, out):
 
 def compile_only(names):
     """Fills the cache; no card is asked."""
-    for rms in (False, True):
-        for back in (False, True):
-            many.cuda.build(
-                many.SOURCE,
-                many.macros(
-                    torch.bfloat16, backward=back, rms=rms, norm_bias=not rms, branch_bias=not rms and not back
-                ),
-            )
+    for chosen_here in VARIANTS.values():
+        take(chosen_here)
+        for rms, back in itertools.product((False, True), repeat=2):
+            branch_bias = not rms and not back
+            macros = many.macros(torch.bfloat16, backward=back, rms=rms, norm_bias=not rms, branch_bias=branch_bias)
+            many.cuda.build(many.SOURCE, macros)
+        for K, bias, gelu in ((256, True, "tanh"), (256, False, "tanh"), (512, True, "erf")):
+            up = gemm.Form(bias=bias, gelu=gelu, slope=True)
+            back = gemm.Form(transposed_b=True)
+            for form in (up, back._replace(factor=True), back, gemm.Form(bias=bias)):
+                many.cuda.build(stationary.SOURCE, stationary.defines(K, form))
+        many.cuda.build(wgrad.SOURCE, wgrad.macros(wgrad.Plan([], True, 0, []), 256, torch.bfloat16))
 
 
-TRIALS = {"compile": compile_only, "kernels": kernels, "check": check, "blocks": blocks, "steps": steps}
+TRIALS = {
+    "compile": compile_only,
+    "weights": weights,
+    "kernels": kernels,
+    "stress": stress,
+    "check": check,
+    "blocks": blocks,
+    "steps": steps,
+}
 
 
 def main():
