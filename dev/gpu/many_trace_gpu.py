@@ -257,7 +257,7 @@ def loads():
 
 def main(names, end):
     """All kernels of these workloads."""
-    import many_gpu as m
+    import many_kernels as m
     from fused_gpu import WORKLOADS
 
     sources()
