@@ -217,7 +217,7 @@ def started(self, names, teams):
     teams += [run.Team(self.case, name, self.device, self.plan, 1) for name in names]
     wave.built(teams)
     for team in teams:
-        self._release(team)
+        run.settle(team, self.plan)
         if team.out_of_memory:  # no further group: it would compile under the others' turns
             team.error = "found no memory beside the others"
     wave.arrive(row_here())

@@ -203,6 +203,10 @@ def test_a_pass_gives_back_every_buffer_it_reuses(task: str, impl: str) -> None:
     assert shelves[0] == shelves[1]
     leaving = 2  # the stack's output and its input's gradient
     assert counts == [len(shelves[0]) + leaving * (step + 1) for step in range(2)]
+    with torch.no_grad():
+        model.loss(batch, STATE)  # no backward pass follows: it must leave the shelves alone
+    (buffers,) = _BUFFERS[model.decoder].values()
+    assert {x.data_ptr() for shelf in buffers._shelves.values() for x in shelf} == shelves[0]
 
 
 def test_evaluation_draws_no_masks() -> None:

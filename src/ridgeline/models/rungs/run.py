@@ -56,7 +56,13 @@ class Run:
 
 
 def run_of(module: nn.Module, config: DecoderConfig, rung: Rung, shape: Shape, device: torch.device) -> Run:
-    """A pass over `module` with the buffers of its passes on the current stream."""
+    """A pass over `module` with the buffers of its passes on the current stream.
+
+    Without autograd no backward pass comes that would give buffers back, and those on the shelf are a captured step's:
+    such a pass takes fresh ones.
+    """
+    if not torch.is_grad_enabled():
+        return Run(config, rung, shape, Buffers(zero_fill=rung.zero_fill, reuse=False))
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
     known = _BUFFERS.setdefault(module, {})
     if (rung, stream) not in known:
