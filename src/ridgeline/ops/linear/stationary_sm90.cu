@@ -373,12 +373,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   let_next_start();
   schedule += static_cast<i64>(blockIdx.x) * segments;
   if (group < 0) {
-    registers_down<40>();
+    registers_down<24>();
     if (warp == 0) produce(p, schedule, smem, bar);
     if (warp == 1 && (BY_ROW || READS_C)) produce_beside(p, rows, schedule, smem, bar, lane);
     if (warp >= 2 && (STATS || lane == 0)) deliver(p, rows, schedule, smem, bar, warp - 2, lane);
   } else {
-    registers_up<232>();
+    registers_up<240>();
     const int quarter = lane >> 3;
     Consumer me{p, smem, bar, group, warp, lane,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
