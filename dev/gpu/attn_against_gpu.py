@@ -1,6 +1,6 @@
-"""Plain attention: this checkout's kernels against another's, checked against float64 and timed in turns.
+"""Plain attention: this checkout's kernels against others', checked against float64 and timed in turns.
 
-attn_against_gpu.py SECONDS CHECKOUT [SHAPE ...], names as in attn_plain_gpu.py; 20 s for the default, 10 s for the two at
+attn_against_gpu.py SECONDS CHECKOUT[,CHECKOUT ...] [SHAPE ...], names as in attn_plain_gpu.py; 20 s for the default, 10 s for the two at
 T 2048. Exits with 0 if all of this one's are right: errors within 1.5 of flash attention's, the same bits again, column sums,
 and two streams at once. Writes $OUT/attn_against.json as it goes; 3 if it ran out of time.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 OUT = Path(os.environ.get("OUT", "/tmp")); LIMIT = float(sys.argv[1]) if sys.argv[1:] else 40
-OTHER = Path(sys.argv[2]).resolve() / "src/ridgeline/ops/attention" if sys.argv[2:] else None
+OTHERS = {Path(c).name: Path(c).resolve() / "src/ridgeline/ops/attention" for c in "".join(sys.argv[2:3]).split(",") if c}
 ORDER = ["gpt2 T2048", "fast T2048", "T4096", "fast B512", "gpt2 B512", "124m", "fast B32", "T200", "T1111"]
 TIMED = ORDER[:7]
 
@@ -20,8 +20,8 @@ def load(name, path, **names):
 def variant(name):
     from ridgeline.ops.attention import hopper, plain
     if name == "here": return plain
-    own = types.SimpleNamespace(**{**vars(hopper), "SOURCES": OTHER / "cuda"})
-    return load("plain_there", OTHER / "plain.py", hopper=own, spans=load("spans_there", OTHER / "spans.py", hopper=own))
+    other = OTHERS[name]; own = types.SimpleNamespace(**{**vars(hopper), "SOURCES": other / "cuda"})
+    return load(f"plain_{name}", other / "plain.py", hopper=own, spans=load(f"spans_{name}", other / "spans.py", hopper=own))
 
 def build(job):
     import torch
@@ -40,7 +40,7 @@ def main(names):
     def end(): print("out of time", flush=True); os._exit(3)
     threading.Timer(LIMIT, end).start()
     def say(*a): report.append(a); print(*a, flush=True); (OUT / "attn_against.json").write_text(json.dumps(report))
-    variants = ["there", "here"] if OTHER else ["here"]
+    variants = [*OTHERS, "here"]
     wide = [("forward", 64, 0), ("queries", 64, 0), ("keys", 64, 0), ("queries", 64, 1), ("keys", 64, 1)] if set(names) & {"124m", "T1111"} else []
     jobs = [(v, *x) for v in variants for x in [("backward", 32, 0), ("backward", 32, 1), ("forward", 32, 0), ("sum", 32, 0), *wide]]
     with cf.ProcessPoolExecutor(14) as pool:

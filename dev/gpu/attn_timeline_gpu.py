@@ -11,6 +11,7 @@ COMMON = '''
 RL_D long long ns_now() { long long t; asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)); return t; }
 #define PLACE(i) reinterpret_cast<long long*>(MARKS)[(blockIdx.x * 8 + (threadIdx.x >> 7)) * 64 + (i)]
 #define WARP(i) do { if ((threadIdx.x & 31) == 0) PLACE((i) + 7 * (threadIdx.x >> 5 & 3)) = clock64(); } while (0)
+#define STEP_MARK(i) do { if (tile == 12) MARK(44 + 5 * k + (i)); } while (0)
 #define MARK(i) do { if ((threadIdx.x & 127) == 0) PLACE(i) = clock64(); } while (0)
 #define ENTER() do { if ((threadIdx.x & 127) == 0) PLACE(0) = clock64(), PLACE(1) = ns_now(); } while (0)
 #define LEAVE() do { if ((threadIdx.x & 127) == 0) PLACE(4) = clock64(), PLACE(5) = ns_now(); } while (0)
@@ -20,9 +21,13 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
         ("namespace rl {\n", "namespace rl {\n#define MARKS a.column_sums\n" + COMMON),
         ("  const Here p;\n  p.start();\n", "  const Here p;\n  ENTER();\n  p.start();\n  MARK(3);\n"),
         ("  const u32 queries = operand_at(p.pair(tile));\n", "  const u32 queries = operand_at(p.pair(tile));\n  MARK(8 + tile);\n"),
-        ("  wait_for_previous();\n  rows.load", "  WARP(8);\n  wait_for_previous();\n  WARP(9);\n  rows.load"),
-        ("  advance(-1);\n  if (p.warp == 3) begin_notes(a, p.lane);\n", "  advance(-1);\n  WARP(13);\n  if (p.warp == 3) begin_notes(a, p.lane);\n  WARP(10);\n"),
-        ("      copy_tile(a, p, copied, copies);\n", "      copy_tile(a, p, copied, copies);\n      if (copies == 0) WARP(11);\n"),
+        ("  wait_for_previous_knowing(copied.unit.all());\n  copy_tile(a, p, copied, 0);\n", "  WARP(8);\n  wait_for_previous_knowing(copied.unit.all());\n  WARP(9);\n  copy_tile(a, p, copied, 0);\n  WARP(11);\n"),
+        ("    if (k == 0) p.wait_ready(tile);\n    if (key", "    STEP_MARK(0);\n    if (k == 0) p.wait_ready(tile);\n    if (key"),
+        ("    wgmma_touch(w.s);\n", "    STEP_MARK(1);\n    wgmma_touch(w.s);\n"),
+        ("    if (k == 0) p.wait_square_empty(tile);\n    store", "    STEP_MARK(2);\n    if (k == 0) p.wait_square_empty(tile);\n    store"),
+        ("p.warp, p.lane);\n    if (products) {\n", "p.warp, p.lane);\n    STEP_MARK(3);\n    if (products) {\n"),
+        ("      w.touch_gradients(last);\n    }\n", "      w.touch_gradients(last);\n    }\n    STEP_MARK(4);\n"),
+        ("    if (notes && tile == -2) begin_notes(a, p.lane);\n", "    if (tile == -2) WARP(13);\n    if (notes && tile == -2) begin_notes(a, p.lane);\n    if (tile == -2) WARP(10);\n"),
         ("      p.wait_full(statistics);\n", "      p.wait_full(statistics);\n      if (statistics == 0) WARP(12);\n"),
         ("      p.arrive(p.ready(statistics));\n", "      p.arrive(p.ready(statistics));\n      if (statistics == 0) WARP(14);\n"),
         ("      p.wait_own(spans);\n      const", "      if (spans == 0) MARK(6);\n      p.wait_own(spans);\n      if (spans == 0) MARK(7);\n      const"),
@@ -33,6 +38,9 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
         ("namespace rl {\n", "namespace rl {\n#define MARKS (a.lse + 65536)\n" + COMMON),
         ("  const Here p;\n  p.start();\n", "  const Here p;\n  ENTER();\n  p.start();\n  MARK(3);\n"),
         ("      p.wait_full(tile);\n", "      p.wait_full(tile);\n      MARK(8 + tile);\n"),
+        ("        wgmma_touch(s);\n", "        if (tile == 12) MARK(60);\n        wgmma_touch(s);\n"),
+        ("        wgmma_fence();\n        multiply_pairs", "        if (tile == 12) MARK(61);\n        wgmma_fence();\n        multiply_pairs"),
+        ("multiply_pairs(o, pairs, keys + units(TILE), j == i);\n        wgmma_commit();\n", "multiply_pairs(o, pairs, keys + units(TILE), j == i);\n        wgmma_commit();\n        if (tile == 12) MARK(62);\n"),
         ("    p.release_own(round);\n", "    p.release_own(round);\n    MARK(52 + round);\n"),
         ("  if (!p.copies())\n    run(a, p);\n", "  if (!p.copies()) {\n    run(a, p);\n    LEAVE();\n  }\n"),
     ],
@@ -120,7 +128,10 @@ def run(folder, G, out):
     for k, v in found.items():
         times = v[:, :, [1, 5]]; times = times[times > 0]
         print("TIMELINE", name, k, "from", int(times.min()) - zero, "to", int(times.max()) - zero, "ns after the forward began", flush=True)
+        if k == "forward":
+            print("TIMELINE", name, "forward, tile 12 by warpgroup, cycles from its pair: scores there, exponentials, product begun", [[few((v[:, g, m] - v[:, g, 20])[v[:, g, m] > 0].tolist()) for m in (60, 61, 62)] for g in range(4)], flush=True)
         if k == "plain_backward":
+            print("TIMELINE", name, "backward, tile 12 by warpgroup, cycles from its queries, each step: products issued, scores there, differentiated, stored, products done", [[few((v[:, g, m] - v[:, g, 20])[v[:, g, m] > 0].tolist()) for m in range(44, 64)] for g in (0, 1)], flush=True)
             at = v[:, 2, 8:36].view(-1, 4, 7) - v[:, 2, 3].view(-1, 1, 1)
             names = ("before the wait", "done", "notes begun", "first copy", "first tile", "advanced", "statistics")
             print("TIMELINE", name, "who prepares, by warp, cycles from its start", {f"{n} {w}": few(at[:, w, i].tolist()) for i, n in enumerate(names) for w in range(4)}, flush=True)

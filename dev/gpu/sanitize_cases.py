@@ -13,12 +13,11 @@ from unittest import mock
 
 import sanitize_controls  # noqa: F401  (its cases)
 import sanitize_kit
-import sanitize_steps  # noqa: F401  (its cases)
+import sanitize_steps
 import sanitize_twins
 import torch
 from sanitize_kit import (
     CASES,
-    CONTROLS,
     DEVICE,
     TOOL,
     ProductsOnHost,
@@ -126,10 +125,16 @@ def mlp_rows_narrow():
 
 @control
 def twins():
-    with sanitize_twins.twins():
+    with sanitize_twins.twins(sanitize_twins.ROWS_AND_SUMS):
         attention_short()
         attend("cuda-plain", 1, 200, 4, 1, 32, dtype=torch.float16)
         mlp_rows()
+
+
+@control
+def twins_of_products():
+    with sanitize_twins.twins(sanitize_twins.ROW_NUMBERS):
+        sanitize_steps.step_hal()
 
 
 @case
@@ -362,7 +367,7 @@ def run(names):
         print(f"CASE {name}", flush=True)
         torch.manual_seed(0)
         launched.clear()
-        with contextlib.nullcontext() if name in CONTROLS else ProductsOnHost():
+        with contextlib.nullcontext() if name == "vendor" else ProductsOnHost():
             CASES[name]()
         if DEVICE == "cuda":
             torch.cuda.synchronize()

@@ -34,6 +34,7 @@ CONTROLS = {  # and the tools that they are for
     "orders": ("racecheck", "synccheck", "initcheck"),
     "vendor": ("racecheck",),
     "twins": ("racecheck",),
+    "twins_of_products": ("racecheck",),
 }
 JOBS = (
     "attention_triton",

@@ -15,7 +15,7 @@ from ridgeline.ops._cuda import compiler, launch
 
 OPS = Path(ops.__file__).parent
 ARRIVE = 'asm volatile("mbarrier.arrive.shared.b64 _, [%0], 31;" ::"r"(barrier) : "memory");\n  '
-CHANGES = {
+ROWS_AND_SUMS = {  # of attention and the MLP
     "_cuda/include/ridgeline/hopper.cuh": (
         ('"r"(barrier), "r"(arrivals)', '"r"(barrier), "r"(32 * arrivals)'),
         ('asm volatile("mbarrier.arrive.expect_tx', ARRIVE + 'asm volatile("mbarrier.arrive.expect_tx'),
@@ -42,15 +42,21 @@ CHANGES = {
         ("named_arrive<256>(6)", "named_barrier<256>(6)"),
     ),
 }
+ROW_NUMBERS = {  # of products with their weights in registers
+    "linear/stationary_sm90.cu": (
+        ("barrier_init(bar.rows_full(i), 1)", "barrier_init(bar.rows_full(i), 32)"),
+        ("if (lane == 0) barrier_arrive(bar.rows_full(", "barrier_arrive(bar.rows_full("),
+    ),
+}
 
 
-def rewrite(folder):
-    """The package's CUDA C++ in `folder`, changed."""
+def rewrite(folder, changes_of):
+    """The package's CUDA C++ in `folder`, with these changes of files."""
     for file in [*OPS.rglob("*.cu"), *OPS.rglob("*.cuh")]:
         place = folder / file.relative_to(OPS)
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, place)
-    for name, changes in CHANGES.items():
+    for name, changes in changes_of.items():
         text = (folder / name).read_text()
         for old, new in changes:
             if old not in text:
@@ -60,11 +66,11 @@ def rewrite(folder):
 
 
 @contextlib.contextmanager
-def twins():
-    """Kernels that are loaded meanwhile are twins; the process should load no others."""
+def twins(changes_of):
+    """Kernels that are loaded meanwhile are twins, with these changes; the process should load no others."""
     build = launch.build
     with tempfile.TemporaryDirectory() as folder:
-        rewrite(Path(folder))
+        rewrite(Path(folder), changes_of)
         include = Path(folder) / compiler.INCLUDE_DIRECTORY.relative_to(OPS)
         of_twin = lambda path, *rest: build(Path(folder) / path.relative_to(OPS), *rest)
         with mock.patch.object(compiler, "INCLUDE_DIRECTORY", include), mock.patch.object(launch, "build", of_twin):

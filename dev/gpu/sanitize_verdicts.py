@@ -15,6 +15,7 @@ KNOWN = {
     ("racecheck", "attention_plain_backward"): ORDERS,
     ("racecheck", "mlp_backward"): ORDERS,
     ("racecheck", "mlp_forward"): ORDERS,
+    ("racecheck", "stationary"): ORDERS,
     ("synccheck", "attention_forward"): ONE_PHASE,
     ("initcheck", "column_sums_kernel"): UNREAD_SUMS,
 }

@@ -269,3 +269,5 @@ def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
     chosen = choose.__wrapped__(config, torch.device("cuda"), torch.bfloat16, B, 256)
     assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)
     assert chosen.joined == (JOINED if B > 256 else frozenset())
+    coded = [choose.__wrapped__(config, torch.device("cuda"), d, B, 256).coded for d in (torch.bfloat16, torch.float16)]
+    assert coded == [True, False]  # fp16 errs an eighth as much as bf16, less than codes

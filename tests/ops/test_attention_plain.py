@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ops.attention_cases import Case, Map, Problem, compiled, error, heads, pointer, tensor_map, unwritten
+from ridgeline.ops.attention import hopper
 from ridgeline.ops.attention.plain import Launch
 
 FORWARD = """#include "plain_forward.cu"
@@ -18,7 +19,8 @@ extern "C" int bytes() { return rl::Here::BYTES; }
 extern "C" const char* run(const rl::TensorMap* m, rl::u16* o, float* lse, const int* n, float scale, int grid,
                            int random, int late) {
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
-    attention_plain_forward(m[0], m[1], m[2], o, lse, n[0], n[1], n[2], n[3], n[4], scale);
+    attention_plain_forward(m[0], m[1], m[2], o, lse, n[0], n[1], n[2], n[3], n[4], scale, n[5], n[6], n[7],
+                            n[8]);
   });
 }
 """
@@ -97,7 +99,7 @@ CASES = [
 STEEP = [Plain(T=200, H=1, G=1, D=32, scores=30.0, seed=7, late=True)]
 
 
-@pytest.mark.parametrize("case", CASES[1::2] + STEEP, ids=str)
+@pytest.mark.parametrize("case", CASES[1::2] + CASES[2:3] + STEEP, ids=str)
 def test_forward(case: Plain, tmp_path: Path) -> None:
     x = case.problem()
     library = compiled(tmp_path, FORWARD, case.defines)
@@ -106,7 +108,11 @@ def test_forward(case: Plain, tmp_path: Path) -> None:
     lse = unwritten(case.B, case.H, case.T)
     maps = (Map * 3)(*(tensor_map(y, (1, 64, 1, case.D)) for y in (x.q, x.k, x.v)))
     units = case.B * case.H * case.head_units
-    numbers = (ctypes.c_int * 5)(case.T, case.H, case.H // case.G, units, case.H * case.D)
+    divisor = case.B * case.H if units < 8 * case.grid else case.head_units
+    numbers = (ctypes.c_uint32 * 9)(
+        case.T, case.H, case.H // case.G, units, case.H * case.D, divisor,
+        *(hopper.inverse(y) for y in (divisor, case.H, case.H // case.G)),
+    )  # fmt: skip
     fault = library.run(
         maps, pointer(out), pointer(lse), numbers, ctypes.c_float(x.scale), case.grid, case.seed, case.late
     )

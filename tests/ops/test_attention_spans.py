@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ops.attention_cases import Case, Map, Problem, compiled, error, heads, pointer, tensor_map, unwritten
-from ridgeline.ops.attention import spans
+from ridgeline.ops.attention import hopper, spans
 
 BACKWARD = """#include "plain_backward.cu"
 extern "C" int bytes() { return rl::Here::BYTES; }
@@ -26,7 +26,8 @@ extern "C" const char* run(const rl::TensorMap* m, const rl::u16* o, const float
   };
   return emulation::launch(grid, rl::THREADS, random, late, [=] {
     attention_plain_backward(m[0], m[1], m[2], m[3], o, lse, dq, dk, dv, dq_sums, dk_parts, dv_parts, sums, notes,
-                             n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], scale);
+                             n[0], n[1], n[2], n[3], n[4], n[5], n[6], n[7], n[8], n[9], scale, n[10], n[11], n[12],
+                             n[13]);
   });
 }
 """
@@ -127,9 +128,11 @@ def test_backward(x: Spans, tmp_path: Path) -> None:
     columns = unwritten(4 * max(spans.GROUPS * x.grid, x.B * x.blocks) + 1, width)  # and a row for nobody
     out, lse = problem.out.bfloat16().contiguous(), problem.lse.float()
     maps = (Map * 4)(*(tensor_map(y, (1, 64, 1, D)) for y in (problem.q, problem.k, problem.v, problem.d_out)))
-    numbers = (ctypes.c_int * 10)(
-        x.T, x.H, x.shared, x.parts, x.key_parts, units, out.stride(1), width, width, len(columns)
-    )
+    inverses = [hopper.inverse(y) for y in (x.key_parts, x.G * x.parts, x.parts)]
+    numbers = (ctypes.c_uint32 * 14)(
+        x.T, x.H, x.shared, x.parts, x.key_parts, units, out.stride(1), width, width, len(columns), x.G * x.parts,
+        *inverses,
+    )  # fmt: skip
     fault = library.run(
         maps, *map(pointer, (out, lse, dq, dk, dv, dq_sums, *parts, columns, notes, noted)), numbers,
         ctypes.c_float(problem.scale), x.grid, x.seed, x.late,

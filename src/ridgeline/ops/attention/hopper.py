@@ -89,6 +89,11 @@ def reduction(x_BTHD: Tensor) -> cuda.Module:
     return cuda.load(SOURCES / "reduce.cu", defines)
 
 
+def inverse(divisor: int) -> int:
+    """What the kernels' `quotient` multiplies with to divide by `divisor`: 2³¹ / divisor, rounded up."""
+    return -(-(1 << 31) // divisor)
+
+
 def sum_groups(heads: tuple[Tensor, Tensor], sums: tuple[Tensor, Tensor], share: int, row_pitch: int) -> None:
     """Each key head's gradients (K's and V's, both B T G D) from `share` partial sums (B, G · share, T, D) in fp32."""
     B, T, G, D = sums[0].shape

@@ -16,7 +16,7 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper, spans
 
-_FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiif", "MMMMMPPPPiiiiiif", "MMMMMPPPPPiiiiiiif"
+_FORWARD_KINDS, _QUERY_KINDS, _KEY_KINDS = "MMMPPiiiiifiIII", "MMMMMPPPPiiiiiif", "MMMMMPPPPPiiiiiiif"
 
 
 class Launch(NamedTuple):
@@ -123,13 +123,15 @@ def forward(
     """
     B, T, H, D = q_BTHD.shape
     launch = (launches or LAUNCHES[D]).forward
-    units = B * H * launch.units(T)
-    arguments = (
-        hopper.tiles(q_BTHD), hopper.tiles(k_BTGD), hopper.tiles(v_BTGD), out_BTHD, lse_BHT, T, H, H // k_BTGD.shape[2],
-        units, hopper.pitch("out", out_BTHD), scale,
+    units, share = B * H * launch.units(T), H // k_BTGD.shape[2]
+    grid = _grid(launch, units, q_BTHD.device)
+    divisor = B * H if units < 8 * grid[0] else launch.units(T)  # of a unit's number: cuda/plain.cuh, Turn
+    arguments: tuple[cuda.Argument, ...] = (
+        hopper.tiles(q_BTHD), hopper.tiles(k_BTGD), hopper.tiles(v_BTGD), out_BTHD, lse_BHT, T, H, share, units,
+        hopper.pitch("out", out_BTHD), scale, divisor, *(hopper.inverse(x) for x in (divisor, H, share)),
     )  # fmt: skip
     kernel = _kernel("plain_forward", launch, q_BTHD, _FORWARD_KINDS)
-    kernel.launch(_grid(launch, units, q_BTHD.device), launch.threads, launch.smem(D, 1), arguments)
+    kernel.launch(grid, launch.threads, launch.smem(D, 1), arguments)
 
 
 def backward(

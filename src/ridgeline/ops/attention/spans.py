@@ -18,14 +18,15 @@ from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._triton.support import processors
 from ridgeline.ops.attention import hopper
 
-_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiif", "PPPPPPPPiiiiiiiiif"
+_KINDS, _SUM_KINDS = "MMMMPPPPPPPPPPiiiiiiiiiifiIII", "PPPPPPPPiiiiiiiiif"
 
 WIDTH = 32  # of a head
 SPAN, GROUPS = 4, 2  # blocks of 64 keys of a thread block at a time, and warpgroups that compute with them
 STAGES = 8  # tiles of queries in a thread block's ring
-SQUARES = 2  # tiles whose score gradients wait for dQ's warpgroup
+SQUARES = 3  # tiles whose score gradients wait for dQ's warpgroup
+STATISTICS = 4  # tiles whose rows' statistics are held
 THREADS = 128 * (GROUPS + 2)
-SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STAGES + 16 * (STAGES + SQUARES + 2)
+SMEM = (STAGES + 2 * SPAN) * 256 * WIDTH + SQUARES * SPAN * 8192 + 512 * STATISTICS + 16 * (STAGES + SQUARES + 2)
 
 
 def defines(dtype: torch.dtype, sums: bool) -> dict[str, int]:
@@ -126,7 +127,7 @@ def backward(
     arguments: tuple[cuda.Argument, ...] = (
         *(hopper.tiles(x) for x in (q_BTHD, k_BTGD, v_BTGD, d_out_BTHD)), out_BTHD, lse_BHT, dq_BTHD, dk_BTGD, dv_BTGD,
         dq_sums, heads[0], heads[1], column_sums, notes, T, H, shared, parts, key_parts, units, o_pitch, q_pitch,
-        kv_pitch, sum_rows, scale,
+        kv_pitch, sum_rows, scale, G * parts, *(hopper.inverse(x) for x in (key_parts, G * parts, parts)),
     )  # fmt: skip
     macros = defines(q_BTHD.dtype, column_sums is not None)
     module = cuda.load(hopper.SOURCES / "plain_backward.cu", macros)

@@ -164,6 +164,7 @@ RL_D void give(u32* pointer, u32 value) {
 RL_D void wait_until_given(const u32* pointer) {
   machine.wait("another block", [&] { return *pointer != 0; });
 }
+RL_D void wait_for_previous_knowing(int) {}
 RL_D void fence_gpu() {}
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D void store_matrices(u32 address, u32 a, u32 b, u32 c, u32 d) {

@@ -81,6 +81,10 @@ RL_D void wait_until_given(const u32* pointer) {
     asm volatile("nanosleep.u32 100;");
   }
 }
+// The wait for the kernel before, behind what gave `known`, which is no negative number: what can be computed earlier is.
+RL_D void wait_for_previous_knowing(int known) {
+  asm volatile("{\n.reg .pred any;\nsetp.ge.s32 any, %0, 0;\n@any griddepcontrol.wait;\n}" ::"r"(known) : "memory");
+}
 RL_D void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 RL_D void store_global_8(void* pointer, u32 a, u32 b) { *static_cast<uint2*>(pointer) = make_uint2(a, b); }
 RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants

@@ -73,10 +73,14 @@ struct Place {
 // out even; otherwise a head's units one after the other, so that what they read is in the cache.
 struct Turn {
   int whose, block;
+  RL_D static bool by_length(int units) { return units < 8 * static_cast<int>(gridDim.x); }
+  // From number / divisor and what is left: by length the divisor is the number of heads, otherwise of a head's units.
+  RL_D Turn(bool by_length, int quotient, int rest)
+      : whose(by_length ? rest : quotient), block(by_length ? quotient : rest) {}
   RL_D Turn(int number, int blocks, int units) {
     const int heads = units / blocks;
-    const bool by_length = units < 8 * static_cast<int>(gridDim.x);
-    whose = by_length ? number % heads : number / blocks, block = by_length ? number / heads : number % blocks;
+    const bool lengths = by_length(units);
+    whose = lengths ? number % heads : number / blocks, block = lengths ? number / heads : number % blocks;
   }
 };
 

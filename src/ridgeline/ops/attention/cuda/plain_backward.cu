@@ -57,24 +57,24 @@ struct Work {
   }
 };
 
-// A tile whose queries come AGE blocks after the warpgroup's first keys, KEYS for that many or more: of as many of its blocks
-// as they see. fresh: dK and dV are nothing yet.
-template <int AGE>
-RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], u32 tile, int place,
+// A tile whose queries see SEEN of the warpgroup's blocks of keys, of the last one those before themselves (DIAGONAL) or all.
+// BEFORE: whose step was the one before, -1 for none. fresh: dK and dV are nothing yet.
+template <int SEEN, bool DIAGONAL, int BEFORE>
+RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], u32 tile, const Places& places,
                     bool fresh) {
-  constexpr int SEEN = AGE < KEYS ? AGE + 1 : KEYS, STEPS = SEEN * (64 / STEP);
+  constexpr int STEPS = SEEN * (64 / STEP);
   static_assert(STEPS % 2 == 0);
   p.wait_full(tile);
   const u32 queries = operand_at(p.pair(tile));
   uint4 stats[STEP / 8];
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) {
-    const int part = k / SEEN, key = k % SEEN, now = k & 1, last = k > 0 ? (k - 1) % SEEN : AGE - 1;
-    const bool products = AGE > 0 || k > 0;
+    const int part = k / SEEN, key = k % SEEN, now = k & 1, last = k > 0 ? (k - 1) % SEEN : BEFORE;
+    const bool products = last >= 0;
     const u32 some = queries + part * units(STEP * ROW);
     wgmma_fence();
     scores[key].start(w.s, w.dp, some);
-    if (products) w.start_products(last, 1 - now, AGE < KEYS && k == AGE + 1 && fresh);
+    if (products) w.start_products(last, 1 - now, DIAGONAL && k == SEEN && fresh);
     w.before = some;
     if (k == 0) p.wait_ready(tile);
     if (key == 0)
@@ -86,10 +86,10 @@ RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&s
       wgmma_wait<0>();
     wgmma_touch(w.s);
     wgmma_touch(w.dp);
-    if (AGE == key) mask_past(w.s, part * (STEP / 8), p.warp, p.lane);
+    if (DIAGONAL && key == SEEN - 1) mask_past(w.s, part * (STEP / 8), p.warp, p.lane);
     differentiate(w.pairs_p[now], w.pairs_ds[now], w.s, w.dp, a.scale * LOG2_E, [&](int n) { return stats[n]; });
     if (k == 0) p.wait_square_empty(tile);
-    store_step(p.square(tile, place + key), part, w.pairs_ds[now], p.warp, p.lane);
+    store_step(p.square(tile, places.of(key)), part, w.pairs_ds[now], p.warp, p.lane);
     if (products) {
       wgmma_wait<0>();
       w.touch_gradients(last);
@@ -99,55 +99,63 @@ RL_D void take_tile(Work& w, const Arguments& a, const Here& p, const Scores (&s
 }
 
 // All tiles of a head that a span meets. `tile`: the number of the first one.
-RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int first, int place, bool fresh,
-                    u32& tile) {
+RL_D void take_head(Work& w, const Arguments& a, const Here& p, const Scores (&scores)[KEYS], int first, const Places& places,
+                    bool fresh, u32& tile) {
   static_assert(KEYS == 2);
   int i = first;
 #pragma unroll 1
-  for (; i < first + place && i < a.blocks; ++i, ++tile) {  // queries that do not see these keys
-    p.wait_square_empty(tile);                              // or it would arrive twice at one phase of a barrier
+  for (; i < first + places.of(0) && i < a.blocks; ++i, ++tile) {  // queries that do not see these keys
+    p.wait_square_empty(tile);                                     // or it would arrive twice at one phase of a barrier
     p.arrive(p.square_full(tile));
   }
   if (i == a.blocks) return;
-  take_tile<0>(w, a, p, scores, tile++, place, fresh);
-  if (++i == a.blocks) return w.end<0>();
-  take_tile<1>(w, a, p, scores, tile++, place, fresh);
+  take_tile<1, true, -1>(w, a, p, scores, tile++, places, fresh);
 #pragma unroll 1
-  for (++i; i < a.blocks; ++i) take_tile<KEYS>(w, a, p, scores, tile++, place, false);
-  w.end<KEYS - 1>();
+  for (++i; i < first + places.of(1) && i < a.blocks; ++i) take_tile<1, false, 0>(w, a, p, scores, tile++, places, false);
+  if (i == a.blocks) return w.end<0>();
+  take_tile<2, true, 0>(w, a, p, scores, tile++, places, fresh);
+#pragma unroll 1
+  for (++i; i < a.blocks; ++i) take_tile<2, false, 1>(w, a, p, scores, tile++, places, false);
+  w.end<1>();
 }
 
 RL_D void run_keys(const Arguments& a, const Here& p) {
-  wait_for_previous();
+  Unit unit(a, blockIdx.x);
 #if RL_COLUMN_SUMS
-  const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
+  const int groups = quotient(a.head_parts, a.by_parts), width = (a.heads + 2 * groups) * D;
   const int row = (static_cast<int>(blockIdx.x) * GROUPS + p.group) * 4 + p.warp;
+  wait_for_previous_knowing(unit.all() | groups);
   zero_column_sums(a.column_sums, row, gridDim.x * (GROUPS * 4), 0, a.sum_rows, width, a.heads * D, width, p.lane);
   float* sums = a.column_sums + static_cast<i64>(row) * width + a.heads * D;
+#else
+  wait_for_previous_knowing(unit.all());
 #endif
   Work w;
   u32 tile = 0;
   int spans = 0;
 #pragma unroll 1
-  for (int number = blockIdx.x; number < a.units; number += gridDim.x) {
-    const Unit unit(a, number);
+  for (int number = blockIdx.x; number < a.units; number += gridDim.x, unit = Unit(a, number)) {
 #pragma unroll 1
     for (int turn = 0; unit.first(a, turn) < a.blocks; ++turn, ++spans) {
-      const int first = unit.first(a, turn), place = place_of(p.group, spans);
+      const int first = unit.first(a, turn);
+      const Places places(p.group, spans);
       p.wait_own(spans);
-      const Scores scores[KEYS] = {Scores(p.own(place, spans), p.warp, p.lane),
-                                   Scores(p.own(place + 1, spans), p.warp, p.lane)};
+      const Scores scores[KEYS] = {Scores(p.own(places.of(0), spans), p.warp, p.lane),
+                                   Scores(p.own(places.of(1), spans), p.warp, p.lane)};
 #pragma unroll 1
-      for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, place, h == 0, tile);
+      for (int h = 0; h < a.heads_per_part; ++h) take_head(w, a, p, scores, first, places, h == 0, tile);
 #pragma unroll
       for (int key = 0; key < KEYS; ++key)
-        if (first + place + key < a.blocks) {
-          finish(a, unit, first + place + key, p.warp, p.lane, w.dk[key], w.dv[key]);
+        if (first + places.of(key) < a.blocks) finish(a, unit, first + places.of(key), p.warp, p.lane, w.dk[key], w.dv[key]);
 #if RL_COLUMN_SUMS
-          add_column_sums(sums + unit.group * D, w.dk[key], a.scale, p.lane);
-          add_column_sums(sums + (groups + unit.group) * D, w.dv[key], 1.f, p.lane);
+      if (first + places.of(1) < a.blocks)
+#pragma unroll
+        for (int n = 0; n < D / 2; ++n) w.dk[0][n] += w.dk[1][n], w.dv[0][n] += w.dv[1][n];
+      if (first + places.of(0) < a.blocks) {
+        add_column_sums(sums + unit.group * D, w.dk[0], a.scale, p.lane);
+        add_column_sums(sums + (groups + unit.group) * D, w.dv[0], 1.f, p.lane);
+      }
 #endif
-        }
     }
   }
 }
@@ -170,7 +178,7 @@ struct Rows {
   }
   RL_D void next(const Arguments& a) { t += 64, o_at += static_cast<i64>(64) * a.o_pitch, lse_at += 64; }
   RL_D void load(const Arguments& a, const Here& p) {
-    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at * LOG2_E : -NOTHING;
+    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at : -NOTHING;  // and nothing that waits for it
     o[0] = t < a.T ? load_global_16(o_at) : uint4{0, 0, 0, 0};
     o[1] = t + 8 < a.T ? load_global_16(o_at + static_cast<i64>(8) * a.o_pitch) : uint4{0, 0, 0, 0};
   }
@@ -185,7 +193,7 @@ struct Rows {
       delta[h] += shuffle_xor(delta[h], 2);
     }
     if ((p.lane & 2) == 0)
-      store_shared_8(stats + 8 * (row + 8 * (p.lane & 1)), as_bits(lse), as_bits(p.lane & 1 ? delta[1] : delta[0]));
+      store_shared_8(stats + 8 * (row + 8 * (p.lane & 1)), as_bits(lse * LOG2_E), as_bits(p.lane & 1 ? delta[1] : delta[0]));
   }
 };
 
@@ -210,16 +218,14 @@ RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 t
 
 // Nothing of dQ is there yet; who is let in may look.
 RL_D void begin_notes(const Arguments& a, int lane) {
-  if (a.key_parts > 1) {
-    const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
+  const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
 #pragma unroll 1
-    for (int number = blockIdx.x; number < a.units; number += gridDim.x)
+  for (int number = blockIdx.x; number < a.units; number += gridDim.x)
 #pragma unroll 1
-      for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
-    sync_warp();
-    if (lane == 0) fence_gpu();
-    sync_warp();
-  }
+    for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
+  sync_warp();
+  if (lane == 0) fence_gpu();
+  sync_warp();
   let_next_start();
 }
 // Once a tile's share of dQ is there. What a later span adds would come later.
@@ -230,16 +236,20 @@ RL_D void note(const Arguments& a, const Position& at, int lane) {
 
 // Copies and statistics, and notes by the last warp. What says that a tile's dS is there also says that those who compute are done with the tile before.
 RL_D void prepare(const Arguments& a, const Here& p) {
-  Position copied(a), known(a), stored(a);  // known: its statistics; stored: its share of dQ
-  int copies = 0, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
+  Position copied(a);
+  Position known = copied, stored = copied;  // known: its statistics; stored: its share of dQ
+  int copies = 1, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
+  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
+  wait_for_previous_knowing(copied.unit.all());
+  copy_tile(a, p, copied, 0);
+  copied.next(a);
+  if (a.key_parts == 1) let_next_start();
   Rows rows;
   rows.start(a, p, known);
-  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
-  wait_for_previous();
   rows.load(a, p);
-  const auto advance = [&](int done) {  // once dS of a tile is there
+  const auto advance = [&](int done, int copies_to) {  // once dS of a tile is there
 #pragma unroll 1
-    for (; copies < done + STAGES && copied.exists(a); ++copies, copied.next(a)) {
+    for (; copies < copies_to && copied.exists(a); ++copies, copied.next(a)) {
       if (copied.begins()) {
         if (copied.spans >= 2 && done < begun) break;  // its keys have no place
         begun = copies;
@@ -247,7 +257,7 @@ RL_D void prepare(const Arguments& a, const Here& p) {
       copy_tile(a, p, copied, copies);
     }
 #pragma unroll 1
-    for (; statistics < done + 3 && statistics < copies; ++statistics) {
+    for (; statistics < done + STATISTICS && statistics < copies; ++statistics) {
       p.wait_full(statistics);
       rows.store(p, p.pair(statistics) + TILE, p.stats(statistics));
       p.arrive(p.ready(statistics));
@@ -260,14 +270,16 @@ RL_D void prepare(const Arguments& a, const Here& p) {
       rows.load(a, p);
     }
   };
-  advance(-1);
-  if (p.warp == 3) begin_notes(a, p.lane);
+  const bool notes = a.key_parts > 1 && p.warp == 3;
 #pragma unroll 1
-  for (int tile = 0; tile < copies; ++tile) {
-    p.wait_square(tile);
-    p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
-    advance(tile);
-    if (a.key_parts > 1 && p.warp == 3 && tile >= BEHIND) {
+  for (int tile = -2; tile < copies; ++tile) {
+    if (tile >= 0) {
+      p.wait_square(tile);
+      p.arrive(p.square_empty(tile));  // so that nobody is more than SQUARES tiles ahead of this
+    }
+    advance(tile, tile < -1 ? 2 : tile + STAGES);  // two tiles with their statistics before all others
+    if (notes && tile == -2) begin_notes(a, p.lane);
+    if (notes && tile >= BEHIND) {
       note(a, stored, p.lane);
       stored.next(a);
     }
@@ -300,8 +312,8 @@ RL_D void run_queries(const Arguments& a, const Here& p) {
   const int thread = threadIdx.x & 127;
   const u32 lane_at = swizzle128((p.lane & 7) + (p.lane >> 4) * 8, 2 * p.warp + (p.lane >> 3 & 1));
 #if RL_COLUMN_SUMS
-  const int groups = a.heads / (a.heads_per_part * a.parts), width = (a.heads + 2 * groups) * D;
-  const int row = static_cast<int>(blockIdx.x) * 4 + p.warp, samples = a.units / a.key_parts / (a.heads / a.heads_per_part);
+  const int groups = quotient(a.head_parts, a.by_parts), width = (a.heads + 2 * groups) * D;
+  const int row = static_cast<int>(blockIdx.x) * 4 + p.warp, samples = quotient(quotient(a.units, a.by_key_parts), a.by_head_parts);
   const int elsewhere = a.key_parts > 1 ? 4 * samples * a.blocks : 0;  // rows that another kernel fills
   zero_column_sums(a.column_sums, row, gridDim.x * 4, elsewhere, a.sum_rows, width, 0, a.heads * D, p.lane);
   float* sums = a.column_sums + static_cast<i64>(row) * width;
@@ -366,10 +378,12 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
                              const rl::u16* o, const float* lse, rl::u16* dq, rl::u16* dk, rl::u16* dv, float* dq_sums,
                              float* dk_parts, float* dv_parts, float* column_sums, rl::u32* notes, int T, int heads,
                              int heads_per_part, int parts, int key_parts, int units, int o_pitch, int q_pitch, int kv_pitch,
-                             int sum_rows, float scale) {
+                             int sum_rows, float scale, int head_parts, rl::u32 by_key_parts, rl::u32 by_head_parts,
+                             rl::u32 by_parts) {
   using namespace rl;
   const Arguments a{&q, &k, &v, &d_o, o, lse, dq, dk, dv, dq_sums, dk_parts, dv_parts, column_sums, notes, T, ceil_div(T, 64),
-                    heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows, scale};
+                    heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows, scale,
+                    head_parts, by_key_parts, by_head_parts, by_parts};
   const Here p;
   p.start();
   if (p.group < GROUPS) {

@@ -11,6 +11,14 @@ struct Arguments {
   float* lse;
   int T, blocks, heads, heads_per_group, units, o_pitch;
   float scale;
+  int divisor;                                  // of a unit's number, see Turn
+  u32 by_divisor, by_heads, by_heads_per_group;  // inverses, see `quotient`
+  RL_D Turn turn(int number) const {
+    const int whole = quotient(number, by_divisor);
+    return Turn(Turn::by_length(units), whole, number - whole * divisor);
+  }
+  RL_D int sample(int head) const { return quotient(head, by_heads); }
+  RL_D int key_head(int index) const { return quotient(index, by_heads_per_group); }
 };
 using Here = Place<1, false>;
 
@@ -106,9 +114,11 @@ RL_D void run(const Arguments& a, const Here& p) {
 extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
     attention_plain_forward(const __grid_constant__ rl::TensorMap q, const __grid_constant__ rl::TensorMap k,
                             const __grid_constant__ rl::TensorMap v, rl::u16* o, float* lse, int T, int heads,
-                            int heads_per_group, int units, int o_pitch, float scale) {
+                            int heads_per_group, int units, int o_pitch, float scale, int divisor, rl::u32 by_divisor,
+                            rl::u32 by_heads, rl::u32 by_heads_per_group) {
   using namespace rl;
-  const Arguments a{&q, &k, &v, o, lse, T, ceil_div(T, 64), heads, heads_per_group, units, o_pitch, scale};
+  const Arguments a{&q, &k, &v, o, lse, T, ceil_div(T, 64), heads, heads_per_group, units, o_pitch, scale, divisor, by_divisor,
+                    by_heads, by_heads_per_group};
   const Here p;
   p.start();
   share_registers(p.copies());

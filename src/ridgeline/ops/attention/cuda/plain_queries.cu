@@ -12,6 +12,9 @@ struct Arguments {
   float* column_sums;
   int T, blocks, heads, heads_per_group, units, q_pitch, sum_rows;
   float scale;
+  RL_D Turn turn(int number) const { return Turn(number, ceil_div(blocks, GROUPS), units); }
+  RL_D int sample(int head) const { return head / heads; }
+  RL_D int key_head(int index) const { return index / heads_per_group; }
 };
 using Here = Place<3, false>;
 constexpr int D_O = TILE, O = 2 * TILE;  // of a warpgroup's own tiles, after Q

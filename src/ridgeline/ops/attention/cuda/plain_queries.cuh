@@ -10,8 +10,8 @@ struct Unit {
   template <typename Arguments>
   RL_D Unit(const Arguments& a, int number) {
     const int blocks = ceil_div(a.blocks, GROUPS);
-    const Turn turn(number, blocks, a.units);
-    head = turn.whose, batch = head / a.heads, index = head - batch * a.heads;
+    const Turn turn = a.turn(number);
+    head = turn.whose, batch = a.sample(head), index = head - batch * a.heads;
     first = GROUPS * (blocks - 1 - turn.block), top = first + GROUPS < a.blocks ? first + GROUPS - 1 : a.blocks - 1;
   }
   // The query block of a warpgroup: a longer and a shorter one in turn. One that does not exist sees nothing.
@@ -28,17 +28,19 @@ RL_D void copy_all(const Arguments& a, const Place& p, LoadOwn load_own) {
   const bool keys = p.warp == 0, own = p.warp == 1 || !UNEVEN;
   if (p.lane != 0 || (!keys && !own)) return;
   if (keys) prefetch_map(a.k), prefetch_map(a.v);
+  if (own) prefetch_map(a.q);
   Unit unit(a, unit_in(0));
-  await_previous();
+  int kv_head = a.key_head(unit.index);
+  wait_for_previous_knowing(unit.batch | unit.index | kv_head);
+  let_next_start();
   u32 tile = 0;
 #pragma unroll 1
-  for (int round = 0; unit_in(round) < a.units; unit = Unit(a, unit_in(++round))) {
+  for (int round = 0; unit_in(round) < a.units; unit = Unit(a, unit_in(++round)), kv_head = a.key_head(unit.index)) {
 #pragma unroll 1
     for (int group = GROUPS - 1; own && group >= 0; --group) {
       p.wait_own_empty(group, round);
       load_own(unit, 64 * unit.block(group, round), p.own(group, round), p.own_full(group, round));
     }
-    const int kv_head = unit.index / a.heads_per_group;
 #pragma unroll 1
     for (int j = unit.top; keys && j >= 0; --j, ++tile) {
       p.wait_empty(tile);

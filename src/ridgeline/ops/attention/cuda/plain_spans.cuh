@@ -22,8 +22,9 @@ namespace rl {
 static_assert(D == 32);
 constexpr int GROUPS = 2, KEYS = 2, SPAN = GROUPS * KEYS;  // warpgroups that compute, blocks of one, blocks of a span
 constexpr int STAGES = RING_STAGES, SQUARES = SQUARE_STAGES, STEP = 32, PAIR = 2 * TILE;
+constexpr int STATISTICS = 4;  // tiles whose statistics are held; who computes is at most SQUARES tiles ahead
 constexpr int THREADS = 128 * (GROUPS + 2);
-static_assert((STAGES & (STAGES - 1)) == 0);  // places and phases are cheap
+static_assert((STAGES & (STAGES - 1)) == 0 && SQUARES < STATISTICS);  // places and phases are cheap
 constexpr int MANY_REGISTERS = 200, FEW_REGISTERS = 56;  // of a thread that computes, and of another one
 
 RL_HD constexpr u32 units(int bytes) { return bytes >> 4; }  // of operand addresses
@@ -38,23 +39,31 @@ struct Arguments {
   // parts: of the heads that share keys; key_parts: of a head's spans.
   int T, blocks, heads, heads_per_part, parts, key_parts, units, o_pitch, q_pitch, kv_pitch, sum_rows;
   float scale;
+  int head_parts;                               // of all key heads
+  u32 by_key_parts, by_head_parts, by_parts;    // inverses, see `quotient`
 };
 
 // The heads and spans that a thread block takes at a time.
 struct Unit {
   int part, key_part, batch, first_head, group;  // part: its number among those of all samples and key heads
   RL_D Unit(const Arguments& a, int number) {
-    const int head_parts = a.heads / a.heads_per_part;
-    part = number / a.key_parts, key_part = number - part * a.key_parts, batch = part / head_parts;
-    first_head = (part - batch * head_parts) * a.heads_per_part, group = (part - batch * head_parts) / a.parts;
+    part = quotient(number, a.by_key_parts), key_part = number - part * a.key_parts, batch = quotient(part, a.by_head_parts);
+    const int in_sample = part - batch * a.head_parts;
+    first_head = in_sample * a.heads_per_part, group = quotient(in_sample, a.by_parts);
   }
+  RL_D int all() const { return part | key_part | batch | first_head | group; }
   // The first block of a span; parts take turns there and back, since later spans see fewer queries.
   RL_D int first(const Arguments& a, int turn) const {
     return SPAN * ((turn & ~1) * a.key_parts + (turn & 1 ? 2 * a.key_parts - 1 - key_part : key_part));
   }
 };
-// Where a warpgroup's blocks begin in a span: longer and shorter ones by turns. One that does not exist sees nothing.
-RL_D int place_of(int group, int spans) { return KEYS * ((group + spans) % GROUPS); }
+// A warpgroup's blocks of a span, by turns the outer and the inner ones: of a span's first four tiles, five squares each.
+// A block that does not exist sees nothing.
+struct Places {
+  int inner;
+  RL_D Places(int group, int spans) : inner((group + spans) % GROUPS) { static_assert(GROUPS == 2 && KEYS == 2); }
+  RL_D int of(int key) const { return key == 0 ? inner : SPAN - 1 - inner; }
+};
 
 // A tile of queries on the way of a thread block.
 struct Position {
@@ -87,7 +96,7 @@ RL_D int note_of(int number, int heads_per_part, int head, int i, int blocks) {
 struct Here {
   static constexpr int SQUARES_AT = STAGES * PAIR, OWN_AT = SQUARES_AT + SQUARES * SPAN * SQUARE;
   static constexpr int STATS_AT = OWN_AT + 2 * SPAN * PAIR, STATS_BYTES = 64 * 8;
-  static constexpr int BARRIERS_AT = STATS_AT + STAGES * STATS_BYTES, BARRIERS = 2 * STAGES + 2 * SQUARES + 4;
+  static constexpr int BARRIERS_AT = STATS_AT + STATISTICS * STATS_BYTES, BARRIERS = 2 * STAGES + 2 * SQUARES + 4;
   static constexpr int BYTES = BARRIERS_AT + 8 * BARRIERS;
   u32 smem;
   int group, warp, lane;
@@ -103,7 +112,7 @@ struct Here {
   RL_D u32 own_full(int spans) const { return barrier(2 * STAGES + 2 * SQUARES + (spans & 1)); }
   RL_D u32 own_empty(int spans) const { return barrier(2 * STAGES + 2 * SQUARES + 2 + (spans & 1)); }
   RL_D u32 pair(u32 tile) const { return smem + tile % STAGES * PAIR; }
-  RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STAGES * STATS_BYTES; }
+  RL_D u32 stats(u32 tile) const { return smem + STATS_AT + tile % STATISTICS * STATS_BYTES; }
   RL_D u32 square(u32 tile, int place) const { return smem + SQUARES_AT + (tile % SQUARES * SPAN + place) * SQUARE; }
   RL_D u32 own(int place, int spans) const { return smem + OWN_AT + ((spans & 1) * SPAN + place) * PAIR; }  // K, V
 

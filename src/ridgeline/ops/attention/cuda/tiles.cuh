@@ -26,6 +26,10 @@ RL_D void await_previous() {
   let_next_start();
 }
 
+// number / divisor of numbers that are not negative, their product below 2^31, by the inverse: 2^31 / divisor, rounded up. A
+// division of whole numbers takes 40 instructions in a row, and a unit of one tile takes some of them.
+RL_D int quotient(int number, u32 inverse) { return static_cast<int>(static_cast<u64>(number) * inverse >> 31); }
+
 // Operands of wgmma are named by the low word of their descriptor: 16-byte units, to which constants can be added.
 RL_D u32 operand_at(u32 smem) { return ((smem & 0x3FFFF) >> 4) | 1u << 16; }
 // Swizzled rows of 128 or 64 bytes, groups of 8 rows one after the other. Whether the product runs along the rows or
