@@ -58,6 +58,8 @@ struct Segment {
   RL_D int column(int group) const { return ((s.x & 0xffff) * GROUPS + group) * COLUMNS; }
   RL_D int sums_row() const { return s.x >> 16; }
   RL_D int row(int tile) const { return (s.y + tile * s.z) * ROWS; }
+  // The same for a whole warp, as the compiler has to know: what copies are started with is made of it.
+  RL_D Segment uniform() const { return {{warp_uniform(s.x), warp_uniform(s.y), warp_uniform(s.z), warp_uniform(s.w)}}; }
 };
 
 struct Ring {

@@ -23,33 +23,27 @@
 #include "slope_codes.cuh"
 #include "stationary_rows.cuh"
 
-// B of each warpgroup, then the segment's rows of A, all through one ring.
+// B of each warpgroup, then the segment's rows of A, all through one ring: a warp's work, one of whose lanes starts copies.
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   Ring ring;
-  const auto slot = [&](int unit) {  // free, and expecting a unit
+  // A free slot takes `unit` of columns K: rows from `row` on, or where K goes down the rows, columns from there on.
+  const auto fill = [&](int unit, const TensorMap* map, int row, bool down) {
     const int index = ring.first + unit;
     barrier_wait(bar.empty(index), ring.phase ^ 1);
+    if (!elected()) return;
     barrier_expect(bar.full(index), UNIT_BYTES);
-    return index;
+#pragma unroll
+    for (int part = 0; part < PER_UNIT; ++part) {
+      const int k = (unit * PER_UNIT + part) * 64;
+      copy_2d(smem + index * UNIT_BYTES + part * TILE_BYTES, map, down ? row : k, down ? k : row, bar.full(index));
+    }
   };
-  const auto copy = [&](int index, int part, const TensorMap* map, int x, int y) {
-    copy_2d(smem + index * UNIT_BYTES + part * TILE_BYTES, map, x, y, bar.full(index));
-  };
-  for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
+  for (Segment now = Segment{*schedule}.uniform(); now.valid(); now = Segment{*++schedule}.uniform()) {
     for (int group = 0; group < GROUPS; ++group, ring.advance())
-      for (int unit = 0; unit < UNITS; ++unit) {
-        const int index = slot(unit), column = now.column(group);
-        for (int part = 0; part < PER_UNIT; ++part) {
-          const int k = (unit * PER_UNIT + part) * 64;
-          copy(index, part, p.b, B_TRANSPOSED ? column : k, B_TRANSPOSED ? k : column);
-        }
-      }
+      for (int unit = 0; unit < UNITS; ++unit) fill(unit, p.b, now.column(group), B_TRANSPOSED);
+#pragma unroll 1
     for (int tile = 0; tile < now.count(); ++tile, ring.advance())
-      for (int unit = 0; unit < UNITS; ++unit) {
-        const int index = slot(unit);
-        for (int part = 0; part < PER_UNIT; ++part)
-          copy(index, part, p.a, (unit * PER_UNIT + part) * 64, now.row(tile));
-      }
+      for (int unit = 0; unit < UNITS; ++unit) fill(unit, p.a, now.row(tile), false);
   }
 }
 
@@ -57,20 +51,20 @@ RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar
 RL_D void produce_beside(const Problem& p, const Rows& rows, const int4* schedule, u32 smem, Barriers bar, int lane) {
   int sent = 0;
   RowScales next;
-  for (Segment now{*schedule}; now.valid(); now = {*++schedule}) {
+  for (Segment now = Segment{*schedule}.uniform(); now.valid(); now = Segment{*++schedule}.uniform()) {
     if (BY_ROW) next.load(rows, now.row(0), lane);
+#pragma unroll 1
     for (int tile = 0; tile < now.count(); ++tile, ++sent) {
       const int buffer = sent & 1;
       const u32 before = (sent >> 1 & 1) ^ 1;
-      if (READS_C && lane == 0)
 #pragma unroll
-        for (int group = 0; group < GROUPS; ++group) {
-          barrier_wait(bar.c_empty(group, buffer), before);
-          barrier_expect(bar.c_full(group, buffer), C_BYTES);
-          const int x = now.column(group), y = now.row(tile);
-          copy_2d(c_tile(smem, group, buffer), p.c, CODED ? 0 : x, CODED ? code_line(x, y, p.n) : y,
-                  bar.c_full(group, buffer));
-        }
+      for (int group = 0; READS_C && group < GROUPS; ++group) {
+        barrier_wait(bar.c_empty(group, buffer), before);
+        if (!elected()) continue;
+        barrier_expect(bar.c_full(group, buffer), C_BYTES);
+        const int x = now.column(group), y = now.row(tile);
+        copy_2d(c_tile(smem, group, buffer), p.c, CODED ? 0 : x, CODED ? code_line(x, y, p.n) : y, bar.c_full(group, buffer));
+      }
       if (BY_ROW) {
         const RowScales mine = next;
         if (tile + 1 < now.count()) next.load(rows, now.row(tile + 1), lane);
@@ -353,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const Barriers bar{smem + BARRIERS};
   const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
   const Rows rows{shares, rstd, shift, count};
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = warp_uniform(threadIdx.x / 128) - 1, warp = warp_uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);
     prefetch_map(p.b);
@@ -379,12 +373,12 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   let_next_start();
   schedule += static_cast<i64>(blockIdx.x) * segments;
   if (group < 0) {
-    registers_down<40>();
-    if (threadIdx.x == 0) produce(p, schedule, smem, bar);
-    if (warp == 1 && (BY_ROW || (READS_C && lane == 0))) produce_beside(p, rows, schedule, smem, bar, lane);
+    registers_down<24>();
+    if (warp == 0) produce(p, schedule, smem, bar);
+    if (warp == 1 && (BY_ROW || READS_C)) produce_beside(p, rows, schedule, smem, bar, lane);
     if (warp >= 2 && (STATS || lane == 0)) deliver(p, rows, schedule, smem, bar, warp - 2, lane);
   } else {
-    registers_up<232>();
+    registers_up<240>();
     const int quarter = lane >> 3;
     Consumer me{p, smem, bar, group, warp, lane,
                 swizzle128((lane & 7) + 8 * (quarter >> 1), 2 * warp + (quarter & 1))};
