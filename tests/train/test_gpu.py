@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 def on_card(config):
     shape = {"layers": 2, "width": 128, "heads": 4, "context": 64, "dropout": 0.0}
     changes = {"model": {"decoder": shape}, "window": {"context": 64}, "batch": 8, "device": "cuda", "steps": 30}
-    return override(config, {**changes, "eval_interval": 15, "precision": "bf16"})
+    calm = {"lr": 2e-3, "floor": 2e-4}  # at ten times the rate a rounding in bf16 is a tenth of a nat 30 steps later
+    return override(config, {**changes, "optimizer": calm, "eval_interval": 15, "precision": "bf16"})
 
 
 def losses(folder):
@@ -34,7 +35,7 @@ ALL = [pytest.param(name, marks=pytest.mark.slow if engine.compile else ()) for 
 def test_every_engine_learns_as_eager_does(on_card, engine):
     train(override(on_card, {"engine": "eager", "precision": "fp32", "out": "exact"}))
     result = train(override(on_card, {"engine": engine}))
-    assert (losses("run") - losses("exact")).abs().max() < 0.1
+    assert (losses("run") - losses("exact")).abs().max() < 0.02
     assert result.progress.val_loss < losses("run")[0] - 0.3
     assert checkpoint.load("run/last").meta["step"] == 30
 
