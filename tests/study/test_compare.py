@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,7 @@ def test_compare_whole(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["contenders"] == said["contenders"]
     assert stamps == {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "runs").rglob("*.json")}
     assert main([*arguments, "--steps", "9"]) == 2
-    assert "another study (contenders differ)" in capsys.readouterr().err.replace("\n", " ")
+    assert "another study (checkpoint_interval, steps differ)" in capsys.readouterr().err.replace("\n", " ")
     assert main([*arguments, "--seeds", "3"]) == 0  # one more run of each, the others are there
     assert {**stamps, **{file: file.stat().st_mtime_ns for file in stamps}} == stamps
     assert len(list((tmp_path / "out").rglob("result.json"))) == 2 * 3
@@ -194,6 +195,10 @@ def test_whole_recipes(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "until 9 was held" in said
     assert f" {SMALL[:12]}" in said
     assert "+batch=4+opt" in said  # a change is named without what it changes, folded and not cut off
+    assert "was not held" not in said
+    assert main([*arguments, "--recipes", "--seeds", "2", "--target", "0.001"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"the loss 0.001 was not held: the best, \S+, came to \d\.\d+; it was still falling", said)
     arguments[3] = f"{SMALL}+window.stride=2"
     assert main([*arguments, "--recipes"]) == 2
     assert "different windows" in " ".join(capsys.readouterr().err.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,6 +188,8 @@ def _print(result: Comparison, file: Path) -> None:
         console.print("* the best rate tried lies at an end of the list: a rate beyond it may be better still")
     if result.plan.target is not None:
         console.print(_held(result, result.plan.target))
+        if missed := _missed(result, result.plan.target):
+            console.print(missed, highlight=False, soft_wrap=True)
     if result.ngrams:
         lines = ", ".join(f"{order}-gram {loss:.4f}" for order, loss in result.ngrams.items())
         console.print(f"what counting achieves: {lines}", highlight=False)
@@ -219,6 +222,23 @@ def _held(result: Comparison, target: float) -> Table:
         name = _change(row["contender"], first)
         table.add_row(name, reached, step, seconds, _verdict(row.get("target_difference_s")))
     return table
+
+
+def _missed(result: Comparison, target: float) -> str | None:
+    """Where no run held the target: how near the best came, and what that was for."""
+    if any(row["reached"] for row in rows(result)):
+        return None
+    finite = [(one.name, run) for one in result.standings for run in one.runs if run.points and math.isfinite(run.best)]
+    if not finite:
+        return f"the loss {target:g} was not held: no run has a loss that is finite; lower --rates"
+    name, run = min(finite, key=lambda pair: pair[1].best)
+    if run.best <= target:
+        reason = "it was not there at two validations in a row, so raise --steps"
+    elif run.final == run.best:
+        reason = "it was still falling, so raise --steps"
+    else:
+        reason = "it no longer fell, so change the models or the recipe"
+    return f"the loss {target:g} was not held: the best, {name}, came to {run.best:.4f}; {reason}"
 
 
 def _loss(mean: float, spread: float | None) -> str:

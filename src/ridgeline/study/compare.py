@@ -258,7 +258,7 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
                 raise ValueError("it is no plan")
         except ValueError as error:
             raise ConfigError(f"{file} is damaged; give a new folder with --out") from error
-        odd = sorted(key for key in wanted.keys() | kept.keys() if kept.get(key) != wanted.get(key))
+        odd = sorted(_odd(kept, wanted))
         if odd:
             raise ConfigError(f"{folder} holds another study ({', '.join(odd)} differ); give a new folder with --out")
         return
@@ -267,6 +267,22 @@ def keep_plan(folder: Path, plan: dict[str, Any]) -> None:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(plan, indent=1))
+
+
+def _odd(kept: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[str]:
+    """What differs between two plans: of equal contenders the settings, each once."""
+    odd = {key for key in wanted.keys() | kept.keys() if kept.get(key) != wanted.get(key)}
+    before, now = kept.get("contenders"), wanted.get("contenders")
+    if (
+        odd != {"contenders"}
+        or not isinstance(before, dict)
+        or not isinstance(now, dict)
+        or before.keys() != now.keys()
+    ):
+        return odd
+    pairs = [(before[name], now[name]) for name in now if isinstance(before[name], dict)]
+    settings = {key for one, other in pairs for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
+    return settings or odd
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
