@@ -96,7 +96,10 @@ def test_on_a_terminal_it_is_one_line():
 @pytest.mark.parametrize(
     ("width", "line"),
     [
-        (140, "hal  step 9   10%  loss 3.0000 (smoothed)  val 2.5000  3.6 M tokens/s  MFU 44.9%  2.01 TB/s (42% of the"),
+        (
+            140,
+            "hal  step 9   10%  loss 3.0000 (smoothed)  val 2.5000  3.6 M tokens/s  MFU 44.9%  2.01 TB/s (42% of the",
+        ),
         (95, "hal  step 9   10%  loss 3.0000 (smoothed)  val 2.5000  3.6 M tokens/s  MFU 44.9%  1:30 left"),
         (80, "hal  step 9   10%  loss 3.0000  val 2.5000  3.6 M tokens/s  MFU 44.9%  1:30 left"),
         (70, "hal  step 9   10%  loss 3.0000  val 2.5000  3.6 M tokens/s  1:30 left"),
