@@ -281,7 +281,7 @@ def test_names_in_a_legend_leave_out_what_all_share_and_are_broken(narrow):
     (legend,) = figure.legends
     first, second = (text.get_text() for text in legend.get_texts())
     assert (first, second.replace("\n", "")) == ("gpt2-c256", f"fast-c256{own}")
-    box, (axes,) = legend.get_window_extent(), figure.axes
+    box, (axes, _) = legend.get_window_extent(), figure.axes
     assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
     assert list(table_of(section)) == ["gpt2-c256", f"fast-c256{own}"]
     assert section.notes == (
@@ -295,6 +295,22 @@ def test_the_legend_of_a_ladder_names_what_is_here_wherever_it_begins():
     bar = Bar(label="m0", value=1.0, role="rung", text="1")
     (legend,) = ladder([bar], steps, "tokens/s", "article")(LIGHT, False).legends
     assert [text.get_text() for text in legend.get_texts()] == ["article", "here"]
+
+
+def test_losses_that_hide_each_other_are_drawn_as_differences_too():
+    """Where all were looked at after the same steps: what each has above the first, levels left out."""
+    first = {"figure": "loss", "name": "a", "x": [10, 20], "y": [2.5, 1.5]}
+    level = {"figure": "loss", "name": "2-gram", "x": [0, 20], "y": [2.4, 2.4], "line": True}
+
+    def panels(steps):
+        curves = [first, {**first, "name": "b", "x": steps, "y": [2.75, 1.0]}, level]
+        (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
+        return section.chart(LIGHT, False).axes
+
+    _, lower = panels([10, 20])
+    assert [list(line.get_ydata()) for line in lower.lines] == [[0.0, 0.0], [0.25, -0.5]]
+    assert (lower.get_yscale(), lower.get_ylabel()) == ("linear", "above the first (nats)")
+    assert len(panels([10, 30])) == 1
 
 
 def test_a_figure_beneath_another():

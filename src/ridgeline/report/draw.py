@@ -298,19 +298,22 @@ def _legend_of(found: Sequence[Line], *, narrow: bool) -> _Legend:
     return _Legend(labels=labels, columns=max(1, min(room, 2 if narrow else 4)))
 
 
-def lines_beneath(upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_labels: tuple[str, str]) -> Chart:
-    """Two figures of the same runs over one axis, the lower one logarithmic."""
+def lines_beneath(
+    upper: Sequence[Line], lower: Sequence[Line], x_label: str, y_labels: tuple[str, str], *, log: bool = True
+) -> Chart:
+    """Two figures of the same runs over one axis, the lower one logarithmic unless told otherwise."""
 
     def draw(palette: Palette, narrow: bool) -> Figure:
         legend = _legend_of(upper, narrow=narrow)
         figure = new_figure(4.2 + legend.height, narrow=narrow)
         parts = figure.subplots(2, 1, sharex=True)
         for axes, found, y_label in zip(parts, (upper, lower), y_labels, strict=True):
-            _draw_lines(axes, found, palette, "")
+            _draw_lines(axes, found, palette, "o" if len(found[0].x) < 30 else "")
             axes.set_ylabel(y_label)
             _dress(axes, palette, grid="both")
-        parts[1].set_yscale("log")
-        _plain(parts[1].yaxis)
+        if log:
+            parts[1].set_yscale("log")
+            _plain(parts[1].yaxis)
         parts[1].set_xlabel(x_label)
         legend.draw(figure, parts[0], palette)
         return figure

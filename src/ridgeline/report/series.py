@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ridgeline.bench.kernel_map import EITHER
@@ -17,7 +18,8 @@ from ridgeline.report.table import Table, anything, number, words
 CURVES = {
     "loss": (
         "Loss",
-        "Held-out loss in nats; a band is the range over seeds, a dashed line what counting letters gives.",
+        "Held-out loss in nats; a band is the range over seeds, a dashed line what counting letters gives."
+        " Beneath, where all were looked at after the same steps: what each has above the first.",
     ),
     "strength": ("Strength", "Games played at checkpoints of a run; a band is the 95 % interval."),
     "training": (
@@ -157,6 +159,8 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
     if all("below" in curve for curve in curves):
         beneath = [_line({**curve, "y": curve["below"], "low": None, "high": None}, record, x_key) for curve in curves]
         chart = lines_beneath(drawn, beneath, x_label, (y_label, str(curves[0].get("below_label", ""))))
+    elif figure == "loss" and x_key == "x" and (apart := _from_the_first(drawn)):
+        chart = lines_beneath(drawn, apart, x_label, (y_label, "above the first (nats)"), log=False)
     title, lead = CURVES[figure]
     _, over, _ = AXES.get(x_key, ("", "", 1.0))
     return Section(
@@ -168,6 +172,17 @@ def _curves(record: Record, index: int, figure: str, curves: list[dict[str, Any]
         notes=(f"All with {', '.join(shared)}.",) if shared else (),
         source=index,
     )
+
+
+def _from_the_first(drawn: Sequence[Line]) -> list[Line]:
+    """What each run has above the first, where all were looked at after the same steps: else curves hide each other."""
+    first, *others = [line for line in drawn if not line.mark]
+    if not others or any(list(line.x) != list(first.x) for line in others):
+        return []
+    return [
+        replace(line, y=[y - base for y, base in zip(line.y, first.y, strict=True)], low=None, high=None)
+        for line in (first, *others)
+    ]
 
 
 def _rows(record: Record, index: int, curve: dict[str, Any]) -> Section:
