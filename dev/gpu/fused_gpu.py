@@ -226,24 +226,7 @@ def passes(m, B, T):
 def stack_step(name):
     """A stack's forward and backward as a function that holds all it uses, gradients into flat memory; its layers, flat memory, sinks."""
     m, B, T = model_of(name, "fused")
-    m = m.cuda().bfloat16().train()
-    state = DropoutState(torch.tensor([3, 4], device="cuda"), 0)
-    x = torch.randn(B, T, m.config.decoder.width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    dy = torch.randn_like(x)
-    weights = [p for n, p in m.decoder.named_parameters() if n != "positions"]
-    flat = torch.zeros(sum(-(-p.numel() // 64) * 64 for p in weights), device="cuda")
-    start, sinks = 0, []
-    for p in weights:
-        sinks.append(GradientSink(flat[start : start + p.numel()].view(p.shape)))
-        setattr(p, ATTRIBUTE, sinks[-1])
-        start += -(-p.numel() // 64) * 64
-
-    def step():
-        for sink in sinks:
-            sink.begin(add=False)
-        torch.autograd.grad(m.decoder.transform(x, state), [x, *weights], dy, allow_unused=True)
-        join(sinks)
-
+    step, sinks, flat = passes(m, B, T)
     return step, m.config.decoder.layers, flat, sinks
 
 

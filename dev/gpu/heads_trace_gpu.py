@@ -160,6 +160,7 @@ def op():
 
 
 def main():
+    from fused_gpu import captured
     import torch
     from ridgeline.ops import _cuda as cuda
     from ridgeline.ops.policy_heads import hopper
@@ -214,19 +215,6 @@ def each_head(graph):
     import statistics
     found = profiled(graph, ("head",))
     return [round(statistics.median(us for _, us, _ in found[i::3]), 1) for i in range(3)]
-
-
-def captured(step):
-    import torch
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(); step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-    torch.cuda.synchronize()
-    return graph
 
 
 if __name__ == "__main__":
