@@ -4,7 +4,7 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 `aligned_empty`.
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
-impl="cuda"   what an H200 did fastest: with an inner size up to 512 the product with its weights in registers
+impl="cuda"   what an H200 did fastest: with an inner size up to 768 the product with its weights in registers
               (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says; in fp32 `doubles`
 """
 
@@ -86,7 +86,7 @@ def forward_raw(
         if masks is not None and residual_NM is not None:
             torch.add(masked(out_NM, masks), residual_NM, out=out_NM)
         return
-    if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
+    if impl == "cuda" and whole_tiles and stationary.takes(x_NK.shape[1], folded=norm is not None):
         with named:
             stationary.stationary(
                 x_NK, weight_MK, out_NM,
@@ -176,7 +176,7 @@ def input_gradient_raw(
         with named:
             doubles.product(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
         return dx_NK.sum(0, keepdim=True) if sums and slope_NK is not None else None
-    if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
+    if impl == "cuda" and stationary.takes(dy_NM.shape[1], folded=norm is not None):
         with named:
             return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK, norm=norm)
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "plain" if slope_NK is None else "factor")
