@@ -71,6 +71,8 @@ WIDE = {  # width 768
     "late": (False, {}),
     "half slopes": (True, dict(coded=False)),
     "residual": (True, dict(out="residual")),
+    "residuals": (True, dict(out="residual", rest="residual")),
+    "qkv cuBLAS": (True, dict(qkv="torch")),
     "GELU apart": (True, dict(mlp="torch")),
 }
 

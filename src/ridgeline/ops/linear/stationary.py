@@ -35,9 +35,9 @@ def takes(K: int, *, folded: bool = False) -> bool:
 
 
 def _beside(macros: Mapping[str, int], k_chunks: int) -> int:
-    """Bytes in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup, and B that stays.
+    """Bytes in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup.
 
-    Slopes in codes take half a tile.
+    Slopes in codes take half a tile. Beyond K 512 there is B that stays, too.
     """
     other = TILE_BYTES >> macros["CODED"]  # slopes or C
     buffers = 4 * (TILE_BYTES + other * (macros["STORE_U"] + (macros["EPILOGUE"] >= 2)))
