@@ -341,6 +341,7 @@ def repeat(name):
     step, _, flat, _ = stack_step(name)
     _, B, T = WORKLOADS[name]
     replay, end = captured(step), time.time() + 6
+    flat.fill_(float("nan"))
     replay.replay()
     first, differ, count = flat.clone(), 0, 0
     while time.time() < end:
