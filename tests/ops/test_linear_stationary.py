@@ -133,7 +133,7 @@ def test_slopes_in_codes_are_within_half_a_step(compile_host: Callable[..., ctyp
     ],
 )
 def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
-    macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine_code: Callable[[bytes], str]
 ) -> None:
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
     cubin = cuda.build(stationary.SOURCE, macros)
@@ -142,6 +142,9 @@ def test_compiles_for_hopper_with_weights_and_accumulators_in_registers(
     assert usage.spill_loads <= spilled[0]
     assert usage.spill_stores <= spilled[1]
     assert "C75" not in cubin.log  # wgmma serialised, or setmaxnreg ignored
+    text = machine_code(cubin.image)
+    assert text.count("R2UR") < text.count("HGMMA") / 2  # operands are described in uniform registers
+    assert "BRA.U.ANY" not in text
     assert stationary.smem(macros) <= stationary.SMEM_LIMIT
     assert macros["LAPS"] >= (2 if macros["K_CHUNKS"] <= 8 else 1)
 
