@@ -71,10 +71,11 @@ WIDE = {  # width 768
     "early": (True, {}),
     "late": (False, {}),
     "half slopes": (True, dict(coded=False)),
-    "residual": (True, dict(out="residual")),
-    "residuals": (True, dict(out="residual", rest="residual")),
+    "unfolded": (True, dict(folded=False)),
+    "out cuBLAS": (True, dict(folded=False, out="torch")),
     "qkv cuBLAS": (True, dict(qkv="torch")),
-    "GELU apart": (True, dict(mlp="torch")),
+    "down residual": (True, dict(rest="residual")),
+    "GELU apart": (True, dict(mlp="torch", folded=False)),
 }
 
 

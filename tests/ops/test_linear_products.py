@@ -96,7 +96,7 @@ def test_forward(K: int, epilogue: str, dtype: torch.dtype, asked: list[str]) ->
         )  # type: ignore[arg-type]  # fmt: skip
         out[impl] = (result, slope if gelu else result)
     torch.testing.assert_close(out["cuda"], out["torch"], rtol=1e-4, atol=1e-4)
-    large = not stationary.takes(K)
+    large = K > stationary.LARGEST_K
     cublas = large and epilogue in ("plain", "bias")
     if dtype == torch.float32:
         assert asked == ["doubles"]
@@ -120,7 +120,7 @@ def test_input_gradient(inner: int, through_gelu: bool, dtype: torch.dtype, aske
     if dtype == torch.float32:
         assert asked == ["doubles"]
         return
-    large = not stationary.takes(inner)
+    large = inner > stationary.LARGEST_K
     assert asked == ([] if large and not through_gelu else ["gemm" if large else "stationary"])
 
 

@@ -78,6 +78,9 @@ CASES = [
     Case(270, 136, 768, "residual", units=2, seed=26),
     Case(200, 264, 600, "plain", transposed_b=True, units=1, seed=27),
     Case(200, 136, 576, "gelu", units=1, seed=28, late=True),
+    Case(200, 264, 768, "gelu", units=1, seed=29, norm="layernorm", coded=True),
+    Case(200, 192, 704, "residual", units=2, seed=30, norm="layernorm", late=True),
+    Case(200, 136, 768, "factor", transposed_b=True, units=2, seed=31, norm="rmsnorm", coded=True),
 ]
 
 

@@ -66,7 +66,7 @@ def forward_raw(
     """out = x Wᵀ + b; or its GELU, with the derivative in `slope_NM` if given; or residual + dropout(x Wᵀ + b).
 
     With a `norm` the residual's product leaves the norm's shares; any other takes norm(x) in x's place, and writes the
-    statistics ("cuda": K of x up to 512).
+    statistics ("cuda": K of x up to 768).
     """
     _refuse_folded_floats(x_NK, norm, impl)
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"
@@ -86,7 +86,7 @@ def forward_raw(
         if masks is not None and residual_NM is not None:
             torch.add(masked(out_NM, masks), residual_NM, out=out_NM)
         return
-    if impl == "cuda" and whole_tiles and stationary.takes(x_NK.shape[1], folded=norm is not None):
+    if impl == "cuda" and whole_tiles and x_NK.shape[1] <= stationary.LARGEST_K:
         with named:
             stationary.stationary(
                 x_NK, weight_MK, out_NM,
@@ -176,7 +176,7 @@ def input_gradient_raw(
         with named:
             doubles.product(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK)
         return dx_NK.sum(0, keepdim=True) if sums and slope_NK is not None else None
-    if impl == "cuda" and stationary.takes(dy_NM.shape[1], folded=norm is not None):
+    if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         with named:
             return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK, norm=norm)
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "plain" if slope_NK is None else "factor")

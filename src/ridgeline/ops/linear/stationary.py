@@ -22,16 +22,11 @@ THREADS = 384
 TILE = 64  # rows and columns of a tile in shared memory
 TILE_BYTES = TILE * TILE * 2
 COLUMNS = 2 * TILE  # of a block
-LARGEST_K = 512  # whose part of B fits the registers
-LONGEST_K = 768  # beyond: every third chunk's part stays in shared memory
+LARGEST_K = 768
+HELD = 8  # chunks of K whose part of B fits the registers; of more, every third chunk's stays in shared memory
 LEAST_SAMPLE = TILE  # rows of a sample under dropout: a tile meets two samples at most
 BARRIER_BYTES = 2048  # and the rows' numbers of a norm
 KINDS = SHARED_KINDS + "PPPi"
-
-
-def takes(K: int, *, folded: bool = False) -> bool:
-    """Whether the kernel multiplies over an inner size of K; `folded`: with a part in a folded norm."""
-    return (LARGEST_K if folded else LONGEST_K) >= K
 
 
 def _beside(macros: Mapping[str, int], k_chunks: int) -> int:
@@ -41,7 +36,7 @@ def _beside(macros: Mapping[str, int], k_chunks: int) -> int:
     """
     other = TILE_BYTES >> macros["CODED"]  # slopes or C
     buffers = 4 * (TILE_BYTES + other * (macros["STORE_U"] + (macros["EPILOGUE"] >= 2)))
-    return buffers + 2 * TILE_BYTES * (k_chunks // 3 if k_chunks > LARGEST_K // TILE else 0) + BARRIER_BYTES
+    return buffers + 2 * TILE_BYTES * (k_chunks // 3 if k_chunks > HELD else 0) + BARRIER_BYTES
 
 
 def smem(macros: Mapping[str, int]) -> int:
