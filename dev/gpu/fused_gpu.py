@@ -66,6 +66,8 @@ MIDDLE = {
     "late": (False, {}),
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
     "mlp rows grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True)),
+    "grouped": (True, dict(grouped=True)),
+    "late grouped": (False, dict(grouped=True)),
 }
 WIDE = {  # width 768
     "early": (True, {}),
