@@ -168,7 +168,8 @@ def project_many():
 
 @case
 def linear_stationary():
-    for K, M, rest in ((256, 512, {"gelu": "exact"}), (512, 264, {"residual": draw(2, 150, 264), "masks": masks(150)})):
+    added = {"residual": draw(2, 150, 264), "masks": masks(150)}
+    for K, M, rest in ((256, 512, {"gelu": "exact"}), (512, 264, added), (768, 264, {}), (600, 264, added)):
         x, weight, bias = draw(2, 150, K), draw(M, K, scale=K**-0.5), draw(M)
         differentiate(linear(x, weight, bias, **rest, impl=impl("cuda")), [x, weight, bias, rest.get("residual")])
 
