@@ -3,7 +3,8 @@ again, µs in turns from cold clocks and at the power limit.
 
     PYTHONPATH=src:dev/gpu OUT=… python3 dev/gpu/wide_gpu.py [seconds] [product …]    (45 s cold, alone; $OUT/wide.json)
 
-VARIANTS="name=folder,…" in the environment: other copies of the streaming product's sources, timed beside the package's.
+VARIANTS="name=folder,…" in the environment: other copies of the streaming product's sources, timed beside the package's;
+REGISTERS="…": of those of the product with weights in registers.
 """
 
 import functools
@@ -19,7 +20,9 @@ OUT = os.environ.get("OUT", "/tmp")
 N, C, F = 65536, 768, 3072
 HAL = 131072, 512, 832  # rows, the state's width, columns of the policy heads' first products
 CHECKED, LAUNCHES = 2048, 40  # rows; launches whose bits are compared
-FOLDERS = dict(pair.split("=") for pair in os.environ.get("VARIANTS", "").split(",") if pair)
+FOLDERS, HOLDERS = (
+    dict(pair.split("=") for pair in os.environ.get(name, "").split(",") if pair) for name in ("VARIANTS", "REGISTERS")
+)
 
 
 def streaming(folder, *arguments, **rest):
@@ -33,12 +36,22 @@ def streaming(folder, *arguments, **rest):
     return gemm.gemm(*arguments, gemm.Config(), **rest)
 
 
-def kernels(cublas):
-    """Kernels by name: functions that take a product's operands."""
+def registers(folder, *arguments, **rest):
+    """The product with weights in registers from a folder's sources, or the package's."""
     from ridgeline.ops.linear import stationary
 
+    source = Path(folder).resolve() / "stationary_sm90.cu" if folder else Path(stationary.__file__).parent / "stationary_sm90.cu"
+    if source != stationary.SOURCE:
+        stationary.SOURCE = source
+        stationary._kernel.cache_clear()
+    return stationary.stationary(*arguments, **rest)
+
+
+def kernels(cublas):
+    """Kernels by name: functions that take a product's operands."""
     named = {name: functools.partial(streaming, folder) for name, folder in {"streaming": "", **FOLDERS}.items()}
-    return named | {"registers": stationary.stationary} | ({"cuBLAS": cublas} if cublas else {})
+    named |= {name: functools.partial(registers, folder) for name, folder in {"registers": "", **HOLDERS}.items()}
+    return named | {"cuBLAS": cublas}
 
 
 def products():
@@ -82,7 +95,8 @@ def products():
         dz, out, r, transposed_b=True
     ), r, lambda rows, dtype: dz[rows].to(dtype) @ out.to(dtype)
     long = kernels(lambda x, w, o, **_: torch.mm(x, w.t(), out=o))
-    del long["registers"]
+    for name in ("registers", *HOLDERS):
+        del long[name]
     yield "down", long, lambda k: k(
         wide, down, r, bias_N=short_bias, residual_MN=dz
     ), r, lambda rows, dtype: dz[rows].to(dtype) + linear(wide, down, short_bias, rows, dtype)
@@ -90,7 +104,8 @@ def products():
     q, state, weight, into = draw(rows, heads), draw(rows, width), draw(heads, width, scale=heads**-0.5), draw(rows, width)
     terms, factor = torch.randn(2, rows, device="cuda"), torch.full((1,), 0.7, device="cuda")
     ends = kernels(lambda x, w, o, **_: torch.mm(x, w, out=o))
-    del ends["registers"]
+    for name in ("registers", *HOLDERS):
+        del ends[name]
     yield "terms", ends, lambda k: k(
         q, weight, into, transposed_b=True, terms=gemm.RowTerms(state, terms, factor)
     ), into, lambda some, dtype: (
@@ -168,8 +183,8 @@ def wanted():
         for one in many:
             for folder in (gemm.SOURCE.parent, *map(Path, FOLDERS.values())):
                 yield folder.resolve() / "gemm_sm90.cu", gemm.defines(gemm.Config(), K, one)
-            if K == C:
-                yield stationary.SOURCE, stationary.defines(K, one)
+            for folder in (gemm.SOURCE.parent, *map(Path, HOLDERS.values())) if K == C else ():
+                yield folder.resolve() / "stationary_sm90.cu", stationary.defines(K, one)
 
 
 def main(seconds, names):
