@@ -1,9 +1,9 @@
 """Losses of best, bf16 copies and autocast beside fp32, gpt2-c256, a seed at a time; one JSON.
 
-PYTHONPATH=src OUT=$OUT python dev/gpu/agreement_gpu.py [SEEDS [BATCH]]   (about 10 s a seed; other checks may run beside it)
+PYTHONPATH=src OUT=$OUT python dev/gpu/agreement_gpu.py [SEEDS [BATCH]]   (10 s a seed; other checks may run beside)
 
-What ridgeline.bench.agreement does, with one step a variant for all seeds, so that it is captured once. From 34 windows on
-the kernels for many rows are in it, with GELU's derivative in 8 bits.
+What ridgeline.bench.agreement does, with one step a variant for all seeds, so that it is captured once. From 34
+windows on the kernels for many rows are in it, with GELU's derivative in 8 bits.
 """
 
 import json
