@@ -219,6 +219,8 @@ def split_batch(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
         for tensors in zip(*(tensor.chunk(parts) for tensor in batch.values()), strict=True)
     ]
     counts = [int((piece["targets"] != IGNORE).sum()) for piece in pieces]
+    if not any(counts):
+        return [(batch, 1.0)]  # whose loss says why there is none
     return [(piece, count / sum(counts)) for piece, count in zip(pieces, counts, strict=True) if count]
 
 
