@@ -125,7 +125,8 @@ def _extent(tensor: Tensor) -> tuple[int, int] | None:
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if span > tensor.numel():
         return None
-    return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
+    start = tensor.data_ptr()  # 0 where there is no memory to share: a fake tensor's
+    return (start, start + span * tensor.element_size()) if start else None
 
 
 def _refuse_shared_memory(named: Sequence[tuple[str, Tensor]], trainable: set[int]) -> None:

@@ -108,6 +108,8 @@ class Passes:
 
         The gradients may leave by `reduction` while the last part's backward pass goes on; its `finish` is to follow.
         """
+        if reduction is not None:
+            reduction.tell()
         beside = self.cut.lanes > 1  # then a lane's forward may run under another's backward
         for part in range(self.cut.accumulate):
             self.mark("forward and backward" if beside else "forward")

@@ -68,7 +68,6 @@ class Reduction:
         flat: whose first lane's gradients, loss and weight are summed.
         size: of this process' batch. Where the processes' differ, the step is skipped, and `check` says so.
         unit: what the size counts.
-        at_once: say so before the update, which waits for the device.
 
     Attributes:
         uneven: fp32[world], the sizes of the processes' batches in the last step in which they differed, else zeros.
@@ -76,10 +75,8 @@ class Reduction:
         early: elements that left before the backward pass was over, the last time.
     """
 
-    def __init__(
-        self, replicas: Replicas, flat: FlatParameters, size: int = 1, unit: str = "samples", *, at_once: bool = False
-    ) -> None:
-        self.replicas, self.lane, self._unit, self._at_once = replicas, flat.lanes[0], unit, at_once
+    def __init__(self, replicas: Replicas, flat: FlatParameters, size: int = 1, unit: str = "samples") -> None:
+        self.replicas, self.lane, self._unit = replicas, flat.lanes[0], unit
         self._size = torch.zeros_like(self.lane.sizes)
         self._size[replicas.rank : replicas.rank + 1] = size
         self.uneven = torch.zeros_like(self.lane.sizes)
@@ -98,11 +95,10 @@ class Reduction:
     def _compare(self) -> None:
         """Spoils the loss where sizes differ, so that no process takes the step, and notes them."""
         sizes = self.lane.sizes
-        differ = sizes.amin() != sizes.amax()
-        self.lane.loss.add_(torch.where(differ, torch.nan, 0.0))
-        self.uneven.copy_(torch.where(differ, sizes, self.uneven))
-        if self._at_once:
-            self.check()
+        least, most = torch.aminmax(sizes)
+        differ = least != most
+        self.lane.loss.masked_fill_(differ, torch.nan)
+        torch.where(differ, sizes, self.uneven, out=self.uneven)
 
     def check(self) -> None:
         """That the processes' batches have been of one size. Waits for the device.
@@ -153,8 +149,15 @@ class Reduction:
             with torch.cuda.stream(self._stream):
                 self.replicas.start(piece)
 
-    def finish(self) -> None:
-        """Sends what has not left yet; what follows on the current stream sees the sums."""
+    def finish(self, *, check: bool = False) -> None:
+        """Sends what has not left yet; what follows on the current stream sees the sums.
+
+        Args:
+            check: that the batches are of one size, before the update, which waits for the device.
+
+        Raises:
+            ConfigError: they are not.
+        """
         sinks = self.lane.sinks
         for sink in sinks:
             sink.report = None
@@ -182,3 +185,5 @@ class Reduction:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         if len(self.lane.sizes):
             self._compare()
+        if check:
+            self.check()

@@ -149,6 +149,7 @@ class TrainStep:
         device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
         self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state, own=loss is None)
         self._capture = choose_capture(capture, self.device)
+        self._at_once = self.device.type == "cpu" and self._capture is None  # what is wrong is told before the update
         self._modules = list(model.modules())
         self._shapes: dict[tuple[Signature, bytes, Source | None], _Prepared] = {}
         self._activations = 0
@@ -162,12 +163,11 @@ class TrainStep:
     def _program(self, feed: Feed, reduction: Reduction | None) -> Program:
         def run() -> None:
             feed.draw(self.passes.seed_step)
-            if reduction is not None:
-                reduction.tell()
+            first = self.passes.watch is not None
             self.passes(feed, reduction)
             if reduction is not None:
                 self.passes.mark("all-reduce")  # what of it the backward pass has not hidden
-                reduction.finish()
+                reduction.finish(check=first or self._at_once)
             self.passes.mark("optimizer")
             self.update(self.passes.whole)
             self.passes.mark(END)
@@ -243,8 +243,6 @@ class TrainStep:
                 self._capture.warm_up(program)
             else:
                 program()
-            if reduction is not None:
-                reduction.check()
             with self._high_water(), steady(self.model, self.device):
                 return _Prepared(feed, reduction, self._capture(program))
 
@@ -253,8 +251,7 @@ class TrainStep:
         size, unit = len(leaves[0]), "samples"
         if self._user_loss is None and leaves[0].dim() > 1:
             size, unit = leaves[0].shape[:2].numel(), "positions"
-        at_once = self.device.type == "cpu" and self._capture is None
-        return Reduction(self.replicas, self.flat, size if self._even else 1, unit, at_once=at_once)
+        return Reduction(self.replicas, self.flat, size if self._even else 1, unit)
 
     def _kept(self) -> dict[str, int]:
         return kept(self.flat, self.update, [prepared.feed for prepared in self._shapes.values()])
