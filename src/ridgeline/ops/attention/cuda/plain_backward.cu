@@ -201,7 +201,7 @@ struct Rows {
 // starts those of one tensor.
 RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 tile) {
   if (p.warp >= 2 && at.begins()) p.wait_own_empty(at.spans);
-  if (p.lane != 0) return;
+  if (!elected()) return;
   if (p.warp < 2) {
     const u32 barrier = p.full(tile);
     if (p.warp == 0) barrier_expect(barrier, PAIR);
@@ -239,7 +239,7 @@ RL_D void prepare(const Arguments& a, const Here& p) {
   Position copied(a);
   Position known = copied, stored = copied;  // known: its statistics; stored: its share of dQ
   int copies = 1, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
-  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
+  if (elected()) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
   wait_for_previous_knowing(copied.unit.all());
   copy_tile(a, p, copied, 0);
   copied.next(a);
