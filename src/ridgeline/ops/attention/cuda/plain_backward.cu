@@ -290,18 +290,20 @@ RL_D void prepare(const Arguments& a, const Here& p) {
 // its way into registers. square, keys: the first ones; square with what belongs to the lane.
 RL_D void multiply_span(float (&dq)[D / 2], u32 square, u32 keys, int seen, bool fresh) {
 #pragma unroll 1
-  for (int n = 0; n < 2 * seen; ++n) {
-    u32 ds[2][4];
+  for (int n = 0; n < seen; ++n, square += SQUARE, keys += units(PAIR))
 #pragma unroll
-    for (int b = 0; b < 2; ++b) load_matrices_transposed(ds[b], square + 16 * 128 * b);
-    wgmma_fence();
+    for (int half = 0; half < 2; ++half) {
+      u32 ds[2][4];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) wgmma_registers<D, 1>(dq, ds[b], operand<ROW>(keys + ROW * b), b > 0 || n > 0 || !fresh);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_touch(dq);
-    square += SQUARE / 2, keys += n & 1 ? units(PAIR) - 2 * ROW : 2 * ROW;
-  }
+      for (int b = 0; b < 2; ++b) load_matrices_transposed(ds[b], square + 16 * 128 * (2 * half + b));
+      wgmma_fence();
+#pragma unroll
+      for (int b = 0; b < 2; ++b)
+        wgmma_registers<D, 1>(dq, ds[b], operand<ROW>(keys + ROW * (2 * half + b)), half + b > 0 || n > 0 || !fresh);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_touch(dq);
+    }
 }
 // dQ.
 RL_D void run_queries(const Arguments& a, const Here& p) {
