@@ -118,11 +118,12 @@ RL_D void run(const Arguments& a, const Here& p) {
     const int i = unit.block(p.group, round);
     const u32 queries = operand_at(p.own(p.group, round));
     Softmax x;
+    int speaking = 1;  // lanes that give back the last tile: whose keys these are speaks for those who do not see them
     p.wait_own(round);
 #pragma unroll 1
     for (int j = unit.top; j >= 0; --j, ++tile) {
-      p.wait_full(tile);
       if (j <= i && i < a.blocks) {
+        p.wait_full(tile);
         const u32 keys = operand_at(p.pair(tile));
         wgmma_fence();
         multiply_tiles(s, queries, keys, true);
@@ -130,12 +131,14 @@ RL_D void run(const Arguments& a, const Here& p) {
         wgmma_wait<0>();
         wgmma_touch(s);
         wgmma_touch(o);
-        if (j < i) p.release(tile - 1);
+        if (j < i) p.release(tile - 1, speaking);
+        speaking = j < i ? 1 : 1 + unit.before(i);
         if (j < i || !exponentiate_diagonal(pairs, s, x, scale, p)) exponentiate(pairs, s, x, o, scale);
         wgmma_fence();
         multiply_pairs(o, pairs, keys + units(TILE), j == i);
         wgmma_commit();
-      } else {
+      } else if (i >= a.blocks) {
+        p.wait_full(tile);
         p.release(tile);
       }
     }
@@ -143,7 +146,7 @@ RL_D void run(const Arguments& a, const Here& p) {
     wgmma_touch(o);
     p.release_own(round);
     if (i < a.blocks) {
-      p.release(tile - 1);
+      p.release(tile - 1, speaking);
       finish(a, p, unit, i, x, o);
     }
   }

@@ -16,6 +16,8 @@ struct Unit {
   }
   // The query block of a warpgroup: a longer and a shorter one in turn. One that does not exist sees nothing.
   RL_D int block(int group, int round) const { return first + (group + round) % GROUPS; }
+  // Warpgroups whose block comes before one and does not see its keys.
+  RL_D int before(int block) const { return block - first; }
 
  private:
   int first;
