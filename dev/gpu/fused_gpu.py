@@ -69,6 +69,7 @@ MIDDLE = {
     "mlp rows grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True)),
     "grouped": (True, dict(grouped=True)),
     "late grouped": (False, dict(grouped=True)),
+    "down residual": (True, dict(rest="residual")),
 }
 WIDE = {  # width 768
     "early": (True, {}),
@@ -95,7 +96,7 @@ def all_variants(name):
         chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
         unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}
         half = {"half slopes": (True, dict(coded=False)), "late half": (False, dict(coded=False))}
-        sums = {"sums apart": (True, dict(sums_at_once=False))}
+        sums = {"sums apart": (True, dict(sums_at_once=False)), "down residual": (True, dict(rest="residual"))}
         return {"early": (True, {}), **unfolded, **sums, "late": (False, {}), **half}
     return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
