@@ -28,19 +28,12 @@ RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 b
 RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar) {
   int slot = 0;
   u32 phase = 0;
-  // Blocks of different columns walk the same rows (a step above 1): each brings its share of the next rows' chunks into
-  // L2 a tile ahead, so that nobody waits for memory.
-  const int columns = ceil_div(p.n, TILE_N), sharers = columns < K_CHUNKS ? columns : K_CHUNKS;
-  while (tiles.valid()) {
+  for (; tiles.valid(); tiles.advance()) {
     const int column = tiles.column(), row = tiles.row();
-    const int share = tiles.now.z > 1 ? sharers : 1, mine = (tiles.now.x & 0xffff) % share;
-    tiles.advance();
     for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
       const u32 target = smem + slot * SLOT_BYTES, full = bar.full(slot);
-      const bool ahead = tiles.valid() && chunk % share == mine;
       barrier_wait(bar.empty(slot), phase ^ 1);
       if (elected()) {
-        if (ahead) prefetch_2d(p.a, chunk * BLOCK_K, tiles.row());
         barrier_expect(full, SLOT_BYTES);
         copy_2d(target, p.a, chunk * BLOCK_K, row, full);
         load_b(p, target + A_BYTES, column, chunk, full);
