@@ -189,7 +189,7 @@ def test_a_batch_that_finds_no_memory_says_what_needs_how_much(monkeypatch):
     before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
     with monkeypatch.context() as patch:
         patch.setattr(step, "_loss", lambda part: torch.zeros(10**14).sum())
-        told = r"out of memory on a batch of \(4, 8\) int64, .* the step keeps weights 0\.00, gradients .*lower the batch"
+        told = r"out of memory on a batch of \(4, 8\) int64, .* step keeps weights 0\.00, gradients .*lower the batch"
         with pytest.raises(OutOfMemoryError, match=told):
             step(batch(1))
     assert all(torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items())
