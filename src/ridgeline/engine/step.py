@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +100,7 @@ class TrainStep:
         capture: bool | Capture | None = None,
         compile: str | None = None,
         decays: Decays = matrices_decay,
-        orthogonal: Collection[str] | None = None,
+        orthogonal: Iterable[str] | None = None,
         seed: int = 0,
         replicas: Replicas | None = None,
         scale: LossScale | None = None,
