@@ -191,9 +191,7 @@ struct Consumer {
     ++sent;
   }
 
-  // Products of a tile into `acc`, and meanwhile the epilogue of the tile before (if OLD), whose row is `row`. A warp waits
-  // where it starts products until nearly all of them are under way, so the warpgroups take turns: what one does between its
-  // products runs under the other's. Left alone both would multiply, and then both do the rest.
+  // Products of a tile into `acc`, and meanwhile the epilogue of the tile before (if OLD), whose row is `row`.
   template <bool OLD>
   RL_D void tile(float (&acc)[32], float (&old)[32], int column, int row) {
     const int first = ring.first;
@@ -201,7 +199,6 @@ struct Consumer {
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
       barrier_wait(bar.full(first) + 8 * unit, ring.phase);
-      named_barrier<256>(1 + group);
       wgmma_fence();
 #pragma unroll
       for (int step = 0; step < 4 * PER_UNIT; ++step) {
@@ -209,7 +206,6 @@ struct Consumer {
         product(acc, unit * PER_UNIT + step / 4, step % 4, low, unit + step > 0);
       }
       wgmma_commit();
-      named_arrive<256>(2 - group);  // the other warpgroup's turn
       if (OLD && unit == 0) {  // what the epilogue reads
         wgmma_wait<1>();
         wgmma_touch(old);
@@ -334,7 +330,6 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (EPILOGUE == 2 && DROPOUT)
       me.mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,
                  first_sample};
-    if (group == 1) named_arrive<256>(1);  // the first turn is warpgroup 0's
     me.consume(schedule, bias, rows, partials);
   }
 }
