@@ -7,10 +7,10 @@ using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a chunk of A, and a tile of D, U or C
-// What comes and goes together. At K 512 two chunks of 64 values, so that a warp has two parts of the epilogue at a time,
+// What comes and goes together. From K 512 on two chunks of 64 values, so that a warp has two parts of the epilogue at a time,
 // whose arithmetic runs side by side: not with a factor (epilogue 3), where there is too little of it to gain by that, and
 // not below, where two chunks would have four parts, which do not fit the registers.
-constexpr int PER_UNIT = EPILOGUE == 3 ? 1 : K_CHUNKS == 12 ? 3 : K_CHUNKS == 8 ? 2 : 1, UNITS = K_CHUNKS / PER_UNIT;
+constexpr int PER_UNIT = EPILOGUE != 3 && K_CHUNKS >= 8 && K_CHUNKS % 2 == 0 ? 2 : 1, UNITS = K_CHUNKS / PER_UNIT;
 constexpr int UNIT_BYTES = PER_UNIT * TILE_BYTES;
 // B of eight chunks fits the registers. With more, every third chunk's part of it lies in shared memory instead.
 RL_D constexpr bool resident(int chunk) { return K_CHUNKS > 8 && chunk % 3 == 2; }
@@ -18,8 +18,8 @@ constexpr int RESIDENT = K_CHUNKS > 8 ? K_CHUNKS / 3 : 0;
 constexpr int STAGES = LAPS * UNITS;                        // slots of the ring, each a unit; a tile of A takes UNITS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr bool BY_ROW = NORM || SCALED;  // the epilogue has a number for each row of A
-// dynamic shared memory: ring, B that stays, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two buffers of rows'
-// numbers
+// dynamic shared memory: ring, B that stays, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two
+// buffers of rows' numbers
 constexpr int SLOPE_BYTES = CODED ? TILE_BYTES / 2 : TILE_BYTES, C_BYTES = SLOPE_BYTES;
 constexpr int STAGED_BYTES = TILE_BYTES + (BOTH ? SLOPE_BYTES : 0);
 constexpr int RESIDENTS = STAGES * UNIT_BYTES, STAGING = RESIDENTS + GROUPS * RESIDENT * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
