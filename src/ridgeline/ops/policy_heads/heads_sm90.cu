@@ -33,11 +33,10 @@ RL_D void load_first(const Problem& p, u32 smem, Barriers bar) {
   }
 }
 
-// A warp moves a consumer's tiles of q out and of p in, one of its lanes elected to start copies.
+// Lane 0 of a warp moves a consumer's tiles of q out and of p in.
 RL_D void carry(const Problem& p, u32 smem, Barriers bar, int group) {
   const auto send = [&](int chunk, u32 phase, int row) {
     barrier_wait(bar.q_ready(group, chunk), phase);
-    if (!elected()) return;
     store_2d(p.p, p_tile(smem, group, chunk), chunk * 64, row);
     store_commit();
   };
@@ -51,14 +50,13 @@ RL_D void carry(const Problem& p, u32 smem, Barriers bar, int group) {
     for (int chunk = 0; chunk <= CHUNKS; ++chunk) {  // p comes a chunk behind q: the store has read its place by then
       if (chunk < CHUNKS) send(chunk, phase, row);
       if (chunk == 0 || !tiles.valid(p)) continue;
-      barrier_wait(bar.q_done(group, chunk - 1), phase);
-      if (!elected()) continue;
       if (chunk < CHUNKS) store_wait_read<1>();
       else store_wait_read<0>();
+      barrier_wait(bar.q_done(group, chunk - 1), phase);
       load_p(p, smem, bar, group, chunk - 1, tiles.row());
     }
   }
-  if (elected()) store_wait_read<0>();
+  store_wait_read<0>();
 }
 
 // Of 512 for four warpgroups: what the sums need, and the rest for the rows.
@@ -138,12 +136,12 @@ extern "C" __global__ void __launch_bounds__(512, 1)
          int target_stride, int heard_stride, int sums_stride, int gradients_stride, float eps) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
-  const int role = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
+  const int role = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   const Problem p{&map_p, &map_down, &map_earlier, x, heard, state, slopes,
                   sums + static_cast<i64>(blockIdx.x) * (4 * GROUPS) * sums_stride,
                   gradients + static_cast<i64>(blockIdx.x) * gradients_stride, targets, s, c, down_bias, rows, target_stride,
                   heard_stride, sums_stride, eps};
-  if (role == 0 && warp == 0 && elected()) {  // the lane that starts the first copies
+  if (threadIdx.x == 0) {
     prefetch_map(p.p);
     barrier_init(bar.weights(), 1);
     for (int i = 0; i < GROUPS * CHUNKS; ++i) {
@@ -156,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   }
   wait_for_previous();
   let_next_start();
-  if (role == 0 && warp == 0 && elected()) load_first(p, smem, bar);
+  if (threadIdx.x == 0) load_first(p, smem, bar);
   for (int column = threadIdx.x; column < CHUNKS * 64; column += 512)
     store_shared_8(smem + VECTORS + 8 * column, column < INNER ? as_bits(s[column]) : 0,
                    column < INNER ? as_bits(c[column]) : 0);
@@ -165,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   __syncthreads();
   if (role == 0) {
     set_registers<COPY_REGISTERS>();
-    if (warp < GROUPS) carry(p, smem, bar, warp);
+    if (lane == 0 && warp < GROUPS) carry(p, smem, bar, warp);
   } else if (role <= GROUPS) {
     set_registers<ROW_REGISTERS>();
     Consumer(p, smem, bar, role - 1, warp, lane).consume();
