@@ -9,22 +9,25 @@
 RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
   Ring ring;
   u32 segment = 0;  // its parity
-  // A free slot takes `unit` of columns K: rows from `row` on, or where K goes down the rows, columns from there on.
+  // A chunk of columns K: rows from `row` on, or where K goes down the rows, columns from there on.
   const auto copy = [&](u32 place, const TensorMap* map, int chunk, int row, bool down, u32 full) {
     copy_2d(place, map, down ? row : 64 * chunk, down ? 64 * chunk : row, full);
   };
+  // A free slot takes `unit`, of B without what stays elsewhere.
   const auto fill = [&](int unit, const TensorMap* map, int row, bool down, bool weights) {
     const int index = ring.first + unit;
     barrier_wait(bar.empty(index), ring.phase ^ 1);
     if (!elected()) return;
     int bytes = UNIT_BYTES;
 #pragma unroll
-    for (int chunk = unit * PER_UNIT; chunk < (unit + 1) * PER_UNIT; ++chunk) bytes -= weights && resident(chunk) ? TILE_BYTES : 0;
+    for (int part = 0; part < PER_UNIT; ++part)
+      if (weights && resident(unit * PER_UNIT + part)) bytes -= TILE_BYTES;
     barrier_expect(bar.full(index), bytes);
 #pragma unroll
     for (int part = 0; part < PER_UNIT; ++part) {
       const int chunk = unit * PER_UNIT + part;
-      if (!weights || !resident(chunk)) copy(smem + index * UNIT_BYTES + part * TILE_BYTES, map, chunk, row, down, bar.full(index));
+      const u32 place = smem + index * UNIT_BYTES + part * TILE_BYTES;
+      if (!weights || !resident(chunk)) copy(place, map, chunk, row, down, bar.full(index));
     }
   };
   const auto fill_resident = [&](int group, int row) {

@@ -22,7 +22,8 @@ constexpr bool BY_ROW = NORM || SCALED;  // the epilogue has a number for each r
 // buffers of rows' numbers
 constexpr int SLOPE_BYTES = CODED ? TILE_BYTES / 2 : TILE_BYTES, C_BYTES = SLOPE_BYTES;
 constexpr int STAGED_BYTES = TILE_BYTES + (BOTH ? SLOPE_BYTES : 0);
-constexpr int RESIDENTS = STAGES * UNIT_BYTES, STAGING = RESIDENTS + GROUPS * RESIDENT * TILE_BYTES, C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
+constexpr int RESIDENTS = STAGES * UNIT_BYTES, STAGING = RESIDENTS + GROUPS * RESIDENT * TILE_BYTES;
+constexpr int C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
 constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * C_BYTES : 0), ROW_NUMBERS = BARRIERS + 1024;
 constexpr int ROW_NUMBERS_BYTES = 4 * ROWS;
 static_assert(K_CHUNKS - RESIDENT <= 8, "B does not fit the registers");
