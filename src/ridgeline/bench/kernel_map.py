@@ -67,6 +67,8 @@ _OWN: dict[str, tuple[str, str]] = {
     "mlp_backward": (f"mlp_down.input_gradient{EITHER}mlp_up.input_gradient",) * 2,
     "project_forward": ("out", "out"),
     "project_backward": ("qkv.input_gradient",) * 2,
+    "norm_head": (EITHER.join(("norm", "head", "cross_entropy", "head.input_gradient", "head.weight_gradient")),) * 2,
+    "head_gradients_kernel": (f"norm{EITHER}head.weight_gradient",) * 2,
     "product_of_floats": ("mlp_up", "mlp_down.input_gradient"),
     "weight_gradients": (_WEIGHTS, _WEIGHTS),
     "gradients_of_floats": (_WEIGHTS, _WEIGHTS),

@@ -53,7 +53,9 @@ def missing(device: torch.device, dtype: torch.dtype, width: int, classes: int) 
     if dtype != torch.bfloat16:
         return f"the loss of a whole head takes bfloat16, got {dtype}"
     if width != WIDTH or not 2 <= classes <= MOST_CLASSES:
-        return f"the loss of a whole head takes width {WIDTH} and 2 to {MOST_CLASSES} classes, got {width} and {classes}"
+        return (
+            f"the loss of a whole head takes width {WIDTH} and 2 to {MOST_CLASSES} classes, got {width} and {classes}"
+        )
     return None
 
 
@@ -159,14 +161,15 @@ class _NormHead(torch.autograd.Function):
         from ridgeline.ops.mlp.head_triton import Place, head_gradients_raw
 
         ctx.kept.demand()
-        weights: tuple[Tensor | None, ...] = ctx.weights
+        weight_VC, scale_C, shift_C = ctx.weights
         factor = None if is_one(dloss) else dloss.float().reshape(1)
-        places = [None if weight is None else Place(*fp32_place(weight)) for weight in weights]
-        head_gradients_raw(ctx.partials_PS, *weights, factor, *places, columns=class_columns(len(ctx.weights[0])))  # type: ignore[arg-type]
-        dweight, dscale, dshift = (
-            None if weight is None or place is None else written(weight, place.target)
-            for weight, place in zip(weights, places, strict=True)
-        )
+        weight, scale = Place(*fp32_place(weight_VC)), Place(*fp32_place(scale_C))
+        shift = None if shift_C is None else Place(*fp32_place(shift_C))
+        head_gradients_raw(
+            ctx.partials_PS, weight_VC, scale_C, shift_C, factor, weight, scale, shift,
+            columns=class_columns(len(weight_VC)),
+        )  # fmt: skip
         dr_NC = ctx.dr_NC if factor is None else (ctx.dr_NC.float() * factor).to(ctx.dr_NC.dtype)
         del ctx.dr_NC, ctx.partials_PS
-        return dr_NC, None, None, dscale, dshift, dweight, None
+        dshift = None if shift is None else written(shift_C, shift.target)
+        return dr_NC, None, None, written(scale_C, scale.target), dshift, written(weight_VC, weight.target), None
