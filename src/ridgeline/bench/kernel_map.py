@@ -72,6 +72,7 @@ _OWN: dict[str, tuple[str, str]] = {
     "product_of_floats": ("mlp_up", "mlp_down.input_gradient"),
     "weight_gradients": (_WEIGHTS, _WEIGHTS),
     "gradients_of_floats": (_WEIGHTS, _WEIGHTS),
+    "gather_norm_kernel": (f"embedding{EITHER}norm",) * 2,
     "reduce": ("bias gradients", "bias gradients"),
     "folded_statistics_kernel": ("norm", "norm"),
     "folded_weights_kernel": ("mlp_up", "mlp_up"),

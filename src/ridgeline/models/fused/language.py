@@ -13,7 +13,7 @@ from ridgeline.models.fused.stack import fused_stream, leaves_stream, norm_of, p
 from ridgeline.models.plan import fused_plan
 from ridgeline.ops.cross_entropy import linear_cross_entropy
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.ops.embedding import embedding
+from ridgeline.ops.embedding import NormOf, embedding, embedding_norm
 from ridgeline.ops.mlp import head
 
 if TYPE_CHECKING:
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 
 def language_loss(model: LanguageModel, batch: dict[str, Tensor], dropout: DropoutState | None) -> Tensor:
     """The loss of `LanguageModel.losses`, by fused kernels."""
-    decoder = model.decoder
-    decoder.check_length(batch["tokens"].shape[-1])
-    x_BTC = embedding(batch["tokens"].long(), model.tokens.weight, decoder.positions, impl="triton")
-    targets_N = batch["targets"].long().flatten()
-    run = None if fused_plan(decoder.impl) is None else pass_of(decoder, x_BTC, dropout)
-    if run is not None and _takes_stream(run, x_BTC, model.head.weight):
-        stream = fused_stream(run, decoder, x_BTC)
-        norm = head.FinalNorm(*norm_of(decoder.norm), decoder.config.norm)  # type: ignore[arg-type]
-        return head.norm_head_loss(stream.r_NC, stream.statistics, norm, model.head.weight, targets_N)
+    decoder, table_VC = model.decoder, model.tokens.weight
+    tokens_BT, targets_N = batch["tokens"].long(), batch["targets"].long().flatten()
+    decoder.check_length(tokens_BT.shape[-1])
+    run = None if fused_plan(decoder.impl) is None else pass_of(decoder, tokens_BT.shape, table_VC, dropout)
+    if run is not None and _leaves_ends(run, tokens_BT.numel(), model.head.weight):
+        decoder.check_kernels(table_VC, dropout)
+        first, last = (norm_of(norm) for norm in (decoder.blocks[0].norm_1, decoder.norm))  # type: ignore[arg-type]
+        x = embedding_norm(tokens_BT, table_VC, decoder.positions, NormOf(*first, run.config.norm_eps, run.config.norm))
+        stream, norm = fused_stream(run, decoder, x), head.FinalNorm(*last, run.config.norm)
+        return head.norm_head_loss(*stream, norm, model.head.weight, targets_N)
+    x_BTC = embedding(tokens_BT, table_VC, decoder.positions, impl="triton")
     h_BTC = decoder.transform(x_BTC, dropout)
     return linear_cross_entropy(h_BTC.flatten(0, 1), model.head.weight, None, targets_N, impl="triton")
 
 
-def _takes_stream(run: Pass, x_BTC: Tensor, weight_VC: Tensor) -> bool:
-    """Whether the last norm, the head and the loss are one kernel's, with their gradients."""
-    (B, T, C), V = x_BTC.shape, len(weight_VC)
-    wanted = torch.is_grad_enabled() and B * T > MANY_TOKENS and leaves_stream(run)
-    return wanted and head.missing(x_BTC.device, x_BTC.dtype, C, V) is None
+def _leaves_ends(run: Pass, N: int, weight_VC: Tensor) -> bool:
+    """Whether kernels of both ends take the norms there, the last one with all gradients."""
+    wanted = torch.is_grad_enabled() and N > MANY_TOKENS and leaves_stream(run)
+    return wanted and head.missing(weight_VC.device, weight_VC.dtype, weight_VC.shape[1], len(weight_VC)) is None

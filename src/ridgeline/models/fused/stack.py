@@ -14,11 +14,12 @@ from ridgeline.models.fused.attention import Shape
 from ridgeline.models.fused.block import BlockWeights, block_backward, block_forward
 from ridgeline.models.fused.choices import choose, settle
 from ridgeline.models.fused.gradients import WeightGradients
-from ridgeline.models.fused.joins import Join, Norm, Pass, Slopes, join_backward, join_forward, without_norm
+from ridgeline.models.fused.joins import Join, Joined, Norm, Pass, Slopes, join_backward, join_forward, without_norm
 from ridgeline.models.fused.mlp import MlpWeights
 from ridgeline.models.plan import fused_plan
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
+from ridgeline.ops.embedding import Normed
 from ridgeline.ops.kept import Kept
 from ridgeline.ops.mlp.head import Statistics
 
@@ -70,15 +71,18 @@ def _launches(run: Pass) -> contextlib.AbstractContextManager[None]:
 
 
 class _Stack(torch.autograd.Function):
-    """Gives the final norm or, not `whole`, the stream that it is of, and its statistics, which have no gradient."""
+    """Takes x or, as `first`, what the first join makes of it, too.
+
+    Gives the final norm or, not `whole`, the stream that it is of, and its statistics, which have no gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, run: Pass, whole: bool, x_NC: Tensor, *flat: Tensor | None) -> Any:
+    def forward(ctx: Any, run: Pass, whole: bool, first: Joined | None, x_NC: Tensor, *flat: Tensor | None) -> Any:
         blocks, final = _unflatten(flat)
         joins = _joins(blocks, final)
         joins[-1] = joins[-1]._replace(normed=whole)
         with _launches(run):
-            joined = join_forward(run, x_NC, None, joins[0], in_place=False)
+            joined = first or join_forward(run, x_NC, None, joins[0], in_place=False)
             ctx.joined, ctx.saved = [joined], []
             for layer, weights in enumerate(blocks):
                 saved, joined = block_forward(run, weights, joined, joins[layer + 1], dropout_sites(layer))
@@ -115,26 +119,26 @@ class _Stack(torch.autograd.Function):
                     grads,
                 )
             grads.finish()
-        return None, None, behind.dbranch_NC, *map(grads.take, ctx.flat)
+        return None, None, None, behind.dbranch_NC, *map(grads.take, ctx.flat)
 
 
-def pass_of(decoder: Decoder, x_BTC: Tensor, dropout: DropoutState | None) -> Pass:
-    """What holds for all blocks of `decoder` on x (B, T, C)."""
-    B, T, _ = x_BTC.shape
+def pass_of(decoder: Decoder, shape_BTC: tuple[int, ...], like: Tensor, dropout: DropoutState | None) -> Pass:
+    """What holds for all blocks of `decoder` on (B, T, C) numbers of the dtype and on the device of `like`."""
+    B, T = shape_BTC[:2]
     config, plan = decoder.config, fused_plan(decoder.impl)
     assert plan is not None
     shape = Shape(B, T, config.dropout if decoder.training else 0.0, dropout)
-    return Pass(config, shape, settle(choose(config, x_BTC.device, x_BTC.dtype, B, T), plan), plan)
+    return Pass(config, shape, settle(choose(config, like.device, like.dtype, B, T), plan), plan)
 
 
-def _apply(run: Pass, whole: bool, decoder: Decoder, x_BTC: Tensor) -> Any:
+def _apply(run: Pass, whole: bool, decoder: Decoder, x_BTC: Tensor, first: Joined | None = None) -> Any:
     flat = _flatten([block_weights(block) for block in decoder.blocks], norm_of(decoder.norm))  # type: ignore[arg-type]
-    return _Stack.apply(run, whole, x_BTC.flatten(0, 1), *flat)
+    return _Stack.apply(run, whole, first, x_BTC.flatten(0, 1), *flat)
 
 
 def fused_stack(decoder: Decoder, x_BTC: Tensor, dropout: DropoutState | None) -> Tensor:
     """Embedding dropout, blocks and final norm of `decoder` on x (B, T, C), positions already added."""
-    return _apply(pass_of(decoder, x_BTC, dropout), True, decoder, x_BTC).view_as(x_BTC)  # type: ignore[no-any-return]
+    return _apply(pass_of(decoder, x_BTC.shape, x_BTC, dropout), True, decoder, x_BTC).view_as(x_BTC)  # type: ignore[no-any-return]
 
 
 class Stream(NamedTuple):
@@ -145,14 +149,15 @@ class Stream(NamedTuple):
 
 
 def leaves_stream(run: Pass) -> bool:
-    """Whether the stack can leave its stream to what takes the final norm, too.
+    """Whether the stack can leave its ends to what makes the first norm and takes the final one, too.
 
     Then no join's backward pass masks the gradient or sums the last branch's.
     """
     return run.shape.p == 0 and run.choices.grouped
 
 
-def fused_stream(run: Pass, decoder: Decoder, x_BTC: Tensor) -> Stream:
-    """`fused_stack` without the final norm, where the pass `leaves_stream`."""
-    r_NC, *statistics = _apply(run, False, decoder, x_BTC)
+def fused_stream(run: Pass, decoder: Decoder, x: Normed) -> Stream:
+    """`fused_stack` without the first norm, which x brings along, and the final one, where the pass `leaves_stream`."""
+    first = Joined(x.x_BTC.detach().flatten(0, 1), x.h_NC, x.mean_N, x.rstd_N)
+    r_NC, *statistics = _apply(run, False, decoder, x.x_BTC, first)
     return Stream(r_NC, Statistics(*statistics))

@@ -20,6 +20,7 @@ from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
 from ridgeline.ops.dropout.reference import DropoutState, quantise
 from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
+from ridgeline.ops.norm.triton import forward_config as norm_config
 
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 CHUNK = 64  # sorted indices of a chunk
@@ -53,6 +54,42 @@ def gather_kernel(
         x_RC = tl.where(keep_RC, x_RC * scale, 0.0)
     out_RC = out_ptr + (row_R.to(tl.int64) * out_stride + place_R * C)[:, None] + column_C[None, :]
     tl.store(out_RC, x_RC.to(out_ptr.dtype.element_ty), mask=inside_RC)
+
+
+@triton.jit(do_not_specialize=["N"])
+def gather_norm_kernel(
+    ids_ptr, table_ptr, positions_ptr, weight_ptr, bias_ptr, out_ptr, h_ptr, mean_ptr, rstd_ptr, N, T, eps,
+    C: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """out[n] = table[ids[n]] + positions[n mod T], NaN for an index out of range; h = norm(out), its statistics."""
+    previous_done(EARLY)
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, BLOCK_C)
+    inside_R, inside_C = row_R < N, column_C < C
+    inside_RC = inside_R[:, None] & inside_C[None, :]
+    id_R = tl.load(ids_ptr + row_R, mask=inside_R, other=0).to(tl.int64)
+    known_R = (id_R >= 0) & (id_R < V)
+    source_RC = table_ptr + (id_R * C)[:, None] + column_C[None, :]
+    x_RC = tl.load(source_RC, mask=inside_RC & known_R[:, None], other=0.0).to(tl.float32)
+    if positions_ptr is not None:
+        place_RC = positions_ptr + ((row_R % T) * C)[:, None] + column_C[None, :]
+        x_RC += tl.load(place_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    x_RC = tl.where(known_R[:, None], x_RC, float("nan"))
+    target_RC = (row_R.to(tl.int64) * C)[:, None] + column_C[None, :]
+    stored_RC = x_RC.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target_RC, stored_RC, mask=inside_RC)
+    x_RC = tl.where(inside_C[None, :], stored_RC.to(tl.float32), 0.0)
+    if not RMS:
+        mean_R = tl.sum(x_RC, axis=1) / C
+        x_RC = tl.where(inside_C[None, :], x_RC - mean_R[:, None], 0.0)
+        tl.store(mean_ptr + row_R, mean_R, mask=inside_R)
+    rstd_R = 1.0 / tl.sqrt(tl.sum(x_RC * x_RC, axis=1) / C + eps)
+    tl.store(rstd_ptr + row_R, rstd_R, mask=inside_R)
+    h_RC = x_RC * rstd_R[:, None] * tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        h_RC += tl.load(bias_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    tl.store(h_ptr + target_RC, h_RC.to(h_ptr.dtype.element_ty), mask=inside_RC)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -179,6 +216,37 @@ def gather_raw(
         dropout.sample_offset if dropout is not None else 0, N, K, T, out_NX.stride(0), scale,
         C=C, V=V, THRESHOLD=threshold, ROWS=config.rows, BLOCK_C=block_c, num_warps=config.warps,
         **early_launch(out_NX.device),
+    )  # fmt: skip
+
+
+def gather_norm_raw(
+    ids_N: Tensor,
+    table_VC: Tensor,
+    positions_RC: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor | None,
+    out_NC: Tensor,
+    h_NC: Tensor,
+    mean_N: Tensor | None,
+    rstd_N: Tensor,
+    *,
+    T: int,
+    eps: float,
+) -> None:
+    """`gather_raw` of one index a row without dropout, and the norm of its result. Allocates nothing.
+
+    Args:
+        ids_N, table_VC, positions_RC, T: as there.
+        weight_C, bias_C: of the norm; the bias or None.
+        out_NC, h_NC: contiguous. `mean_N`, `rstd_N`: fp32 statistics; no mean for RMSNorm.
+        eps: added to the variance.
+    """
+    N, (V, C) = len(ids_N), table_VC.shape
+    config = norm_config(N, C)
+    gather_norm_kernel[(grid_rows(N, config.rows),)](
+        ids_N, table_VC, positions_RC, weight_C, bias_C, out_NC, h_NC, mean_N, rstd_N, N, T, eps,
+        C=C, V=V, RMS=mean_N is None, ROWS=config.rows, BLOCK_C=power_of_two(C), num_warps=config.warps,
+        **early_launch(out_NC.device),
     )  # fmt: skip
 
 
