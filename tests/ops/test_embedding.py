@@ -8,6 +8,7 @@ from ridgeline.errors import UnsupportedError
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.embedding import NormOf, embedding, embedding_norm
 from ridgeline.ops.norm.reference import NormKind, norm_reference
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 pytest.importorskip("triton")
 DROPOUT = DropoutState(torch.tensor([99, 3], device=DEVICE), sample_offset=7)
@@ -164,3 +165,26 @@ def test_with_a_norm_it_refuses_what_it_refuses_alone() -> None:
             torch.zeros(2, 5, dtype=torch.int64, device=DEVICE), torch.ones(3, 8, device=DEVICE),
             torch.ones(4, 8, device=DEVICE), norm,
         )  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("B", "T", "V", "C", "R"), [(5, 7, 9, 24, 7), (70, 3, 65, 16, 5)])
+@pytest.mark.parametrize("add", [False, True])
+def test_table_and_positions_in_one_pass(
+    add: bool, B: int, T: int, V: int, C: int, R: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(B)
+    table, places = (torch.randn(n, C, generator=generator).to(DEVICE).requires_grad_() for n in (V, R))
+    ids = torch.randint(0, V, (B, T), generator=generator).to(DEVICE)
+    dout = torch.randn(B, T, C, generator=generator).to(DEVICE)
+    right = torch.autograd.grad(embedding(ids, table, places), (table, places), dout)
+    monkeypatch.setattr("ridgeline.ops.embedding.triton.MANY_ITEMS", 0)
+    targets = [torch.full_like(x, 2.0) for x in right]
+    for weight, target in zip((table, places), targets, strict=True):
+        sink = GradientSink(target)
+        sink.begin(add=add)
+        setattr(weight, ATTRIBUTE, sink)
+    out = embedding(ids, table, places, impl="triton")
+    assert torch.autograd.grad(out, (table, places), dout, allow_unused=True) == (None, None)
+    for target, expected in zip(targets, right, strict=True):
+        torch.testing.assert_close(target - 2 * add, expected, rtol=1e-5, atol=1e-5)

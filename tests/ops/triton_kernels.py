@@ -241,6 +241,23 @@ def gather_norm_cases() -> dict[str, Case]:
     }
 
 
+def place_gradients_cases() -> dict[str, Case]:
+    from ridgeline.ops.embedding import triton as embedding
+
+    return {
+        "gradients of table and positions": Case(
+            embedding.table_and_place_gradients_kernel,
+            pointers("bf16 dout; i64 ids; fp32 partials dplaces"),
+            {"partials_stride": "i32/16", "B": "i32", "T": "i32/16"},
+            {
+                "C": 256, "V": 65, "PLACES": embedding.PLACES, "ROWS": embedding.BESIDE.rows, "BLOCK_V": 128,
+                "BLOCK_C": 256, "ACCUMULATE": False,
+            },
+            embedding.BESIDE,
+        )
+    }  # fmt: skip
+
+
 def head_gradients_cases() -> dict[str, Case]:
     from ridgeline.ops.mlp import head_triton
 
@@ -332,6 +349,7 @@ def all_cases() -> dict[str, Case]:
         | activation_cases()
         | cross_entropy_cases()
         | gather_norm_cases()
+        | place_gradients_cases()
         | head_gradients_cases()
         | embedding_cases()
         | input_cases()

@@ -198,7 +198,7 @@ class _EmbeddingNorm(torch.autograd.Function):
 def _gradients(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Of table and positions, from that of the sum; None for what a sink has."""
     from ridgeline.ops.dropout.triton import dropout_raw
-    from ridgeline.ops.embedding.triton import position_gradient_raw, table_gradient_raw
+    from ridgeline.ops.embedding import triton as kernels
 
     (ids_BT,), (table_VC, positions_RC) = ctx.saved_tensors, ctx.weights
     B, T, C = dout_BTC.shape
@@ -208,10 +208,18 @@ def _gradients(ctx: Any, dout_BTC: Tensor) -> tuple[Tensor | None, Tensor | None
         dropout_raw(dout_NC, masked_NC, T, *ctx.drop)
         dout_NC = masked_NC
     dtable_VC, add = fp32_place(table_VC)
-    table_gradient_raw(dout_NC, ids_BT.view(-1, 1), dtable_VC, accumulate=add)
+    V, sums = len(table_VC), dout_NC.view(B, T, C)
+    if positions_RC is not None and kernels.takes_places(B, T, V, C):
+        dpositions_RC, add_places = fp32_place(positions_RC)
+        partials_PW = torch.empty(-(-T // kernels.PLACES), V * C, device=dout_NC.device)
+        kernels.table_and_place_gradients_raw(
+            sums, ids_BT, dtable_VC, dpositions_RC, partials_PW, add_table=add, add_positions=add_places
+        )
+        return written(table_VC, dtable_VC), written(positions_RC, dpositions_RC)
+    kernels.table_gradient_raw(dout_NC, ids_BT.view(-1, 1), dtable_VC, accumulate=add)
     dpositions = None
     if positions_RC is not None:
         dpositions_RC, add = fp32_place(positions_RC)
-        position_gradient_raw(dout_NC.view(B, T, C), dpositions_RC, accumulate=add)
+        kernels.position_gradient_raw(sums, dpositions_RC, accumulate=add)
         dpositions = written(positions_RC, dpositions_RC)
     return written(table_VC, dtable_VC), dpositions

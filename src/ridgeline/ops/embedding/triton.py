@@ -24,6 +24,9 @@ from ridgeline.ops.norm.triton import forward_config as norm_config
 
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 CHUNK = 64  # sorted indices of a chunk
+PLACES = 2  # positions of a program that sums table and positions
+MANY_ITEMS = 65536  # from which it fills a card
+BESIDE = Launch(rows=64, warps=8, columns=256, stages=4)  # of it
 SORTED = Launch(rows=CHUNK, warps=8, columns=128)  # of their gradient
 
 
@@ -112,6 +115,42 @@ def table_gradient_small_kernel(
         sum_VC = tl.dot(hot_VR, dout_RC, sum_VC, input_precision="ieee")
     out_VC = partials_ptr + tl.program_id(0) * partials_stride + (row_V * C)[:, None] + column_C[None, :]
     tl.store(out_VC, sum_VC, mask=(row_V < V)[:, None] & (column_C < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["B"])
+def table_and_place_gradients_kernel(
+    dout_ptr, ids_ptr, partials_ptr, partials_stride, dplaces_ptr, B, T,
+    C: tl.constexpr, V: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr, ACCUMULATE: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """The same over all items at PLACES neighbouring positions, and their own sums: rows of the one-hot behind V."""
+    previous_done(EARLY)
+    first_place = tl.program_id(0) * PLACES
+    row_V = tl.arange(0, BLOCK_V)
+    column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    lane_R = tl.arange(0, ROWS)
+    place_R, inside_C = lane_R % PLACES, column_C < C
+    sum_VC = tl.zeros((BLOCK_V, BLOCK_C), dtype=tl.float32)
+    for first in tl.range(0, B, ROWS // PLACES):
+        sample_R = first + lane_R // PLACES
+        inside_R = (sample_R < B) & (first_place + place_R < T)
+        item_R = sample_R * T + first_place + place_R
+        id_R = tl.load(ids_ptr + item_R, mask=inside_R, other=-1).to(tl.int32)
+        source_RC = dout_ptr + (item_R.to(tl.int64) * C)[:, None] + column_C[None, :]
+        dout_RC = tl.load(source_RC, mask=inside_R[:, None] & inside_C[None, :], other=0.0)
+        of_table_VR = (row_V[:, None] == id_R[None, :]) & (row_V < V)[:, None]
+        of_place_VR = row_V[:, None] == (V + place_R)[None, :]
+        sum_VC = tl.dot(
+            (of_table_VR | of_place_VR).to(dout_ptr.dtype.element_ty), dout_RC, sum_VC, input_precision="ieee"
+        )
+    out_VC = partials_ptr + tl.program_id(0) * partials_stride + (row_V * C)[:, None] + column_C[None, :]
+    tl.store(out_VC, sum_VC, mask=(row_V < V)[:, None] & inside_C[None, :])
+    place_V = first_place + row_V - V
+    there_VC = ((row_V >= V) & (row_V < V + PLACES) & (place_V < T))[:, None] & inside_C[None, :]
+    place_VC = dplaces_ptr + (place_V * C)[:, None] + column_C[None, :]
+    if ACCUMULATE:
+        sum_VC += tl.load(place_VC, mask=there_VC, other=0.0)
+    tl.store(place_VC, sum_VC, mask=there_VC)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -293,6 +332,43 @@ def table_gradient_small_raw(
         **early_launch(dout_NX.device),
     )  # fmt: skip
     column_sums_raw(partials_PW, dtable_VC, accumulate=accumulate)
+
+
+def takes_places(B: int, T: int, V: int, C: int) -> bool:
+    """Whether the gradients of table and positions come from one pass: many items, and room behind the table's rows."""
+    return B * T > MANY_ITEMS and max(V + PLACES, C // 2) <= 128
+
+
+def table_and_place_gradients_raw(
+    dout_BTC: Tensor,
+    ids_BT: Tensor,
+    dtable_VC: Tensor,
+    dpositions_RC: Tensor,
+    partials_PW: Tensor,
+    *,
+    add_table: bool,
+    add_positions: bool,
+    config: Launch | None = None,
+) -> None:
+    """`table_gradient_small_raw` and `position_gradient_raw` by one pass over dout. Allocates nothing.
+
+    Args:
+        dout_BTC, ids_BT: contiguous.
+        dtable_VC, dpositions_RC: fp32.
+        partials_PW: fp32, ⌈T / 2⌉ rows of V · C.
+        add_table, add_positions: add to what is there instead of writing it.
+        config: launch; None for the frozen one.
+    """
+    (B, T, C), V, config = dout_BTC.shape, len(dtable_VC), config or BESIDE
+    if not add_positions and len(dpositions_RC) > T:
+        dpositions_RC[T:].zero_()
+    columns = min(config.columns, max(16, power_of_two(C)))
+    table_and_place_gradients_kernel[(len(partials_PW), grid_rows(C, columns))](
+        dout_BTC, ids_BT, partials_PW, partials_PW.stride(0), dpositions_RC, B, T,
+        C=C, V=V, PLACES=PLACES, ROWS=config.rows, BLOCK_V=max(16, power_of_two(V + PLACES)), BLOCK_C=columns,
+        ACCUMULATE=add_positions, num_warps=config.warps, num_stages=config.stages, **early_launch(dout_BTC.device),
+    )  # fmt: skip
+    column_sums_raw(partials_PW, dtable_VC, accumulate=add_table)
 
 
 def table_gradient_sorted_raw(
