@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from fused_gpu import WORKLOADS
 
 from ridgeline.models import LanguageConfig, LanguageModel
+from ridgeline.ops._triton.support import Launch
 from ridgeline.ops.cross_entropy import triton as losses
-from ridgeline.ops.embedding.triton import gather_norm_raw
+from ridgeline.ops.embedding import triton as tables
 from ridgeline.ops.mlp import head
 from ridgeline.ops.mlp.head_triton import Place, head_gradients_raw
 
@@ -119,7 +120,44 @@ def check():
         error = relative(e["h"], norm)
         fine = fine and torch.equal(e["x"], x) and error < 3e-3
         print(f"embedding rms={rms}: x equal {torch.equal(e['x'], x)}, norm's error {error:.1e}", flush=True)
+    place = Places()
+    for name, run in place.ways().items():
+        run()
+        truth = place.expected()
+        errors = [relative(got, right) for got, right in zip((place.dtable, place.dplaces), truth, strict=True)]
+        fine = fine and max(errors) < 1e-5
+        print(f"gradients of table and positions, {name}: errors {[f'{x:.1e}' for x in errors]}", flush=True)
     return fine
+
+
+class Places:
+    """Operands of the gradients of table and positions."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(4)
+        self.dout = torch.randn(N // 256, 256, C, generator=generator).bfloat16().to(DEVICE)
+        self.ids = torch.randint(0, V, (N // 256, 256), generator=generator).to(DEVICE)
+        self.dtable, self.dplaces = (torch.full((n, C), float("nan"), device=DEVICE) for n in (V, 256))
+        self.partials = torch.full((128, V * C), float("nan"), device=DEVICE)
+
+    def apart(self):
+        tables.table_gradient_raw(self.dout.view(-1, C), self.ids.view(-1, 1), self.dtable, accumulate=False)
+        tables.position_gradient_raw(self.dout, self.dplaces, accumulate=False)
+
+    def together(self, config=None):
+        tables.table_and_place_gradients_raw(
+            self.dout, self.ids, self.dtable, self.dplaces, self.partials, add_table=False, add_positions=False,
+            config=config,
+        )  # fmt: skip
+
+    def ways(self):
+        half = Launch(rows=64, warps=8, columns=128, stages=4)
+        return {"apart": self.apart, "together": self.together, "two to a processor": lambda: self.together(half)}
+
+    def expected(self):
+        dout = self.dout.double()
+        table = torch.zeros(V, C, dtype=torch.float64, device=DEVICE)
+        return table.index_add_(0, self.ids.flatten(), dout.flatten(0, 1)), dout.sum(0)
 
 
 def embedding(rms):
@@ -133,7 +171,7 @@ def embedding(rms):
     e["ids"] = torch.randint(0, V, (N,), generator=generator).to(DEVICE)
     e["x"], e["h"] = draw(1, C).repeat(N, 1), draw(1, C).repeat(N, 1)
     mean, rstd = (torch.zeros(N, device=DEVICE) for _ in range(2))
-    e["run"] = lambda: gather_norm_raw(
+    e["run"] = lambda: tables.gather_norm_raw(
         e["ids"], e["table"], e["places"], e["scale"], None if rms else e["shift"], e["x"], e["h"],
         None if rms else mean, rstd, T=256, eps=EPS,
     )  # fmt: skip
@@ -167,6 +205,8 @@ def timed():
             for name in ("count", "forward", "gradients"):
                 found[f"{case.kind} {rows} {name}"] = burst(getattr(case, name))
         found[f"embedding {'rmsnorm' if rms else 'layernorm'}"] = burst(embedding(rms)["run"])
+    for name, run in Places().ways().items():
+        found[f"table and positions {name}"] = burst(run)
     for name, us in found.items():
         print(f"{name}: {us:.1f} us", flush=True)
     return found
