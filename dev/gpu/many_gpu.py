@@ -4,6 +4,7 @@ PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|
 
 kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart, and with
           another revision's kernels where BEFORE names a checkout of it; weight gradients of a layer
+products  of these the products alone
 stress    thousands of launches in a row
 check     two blocks with joined products against fp64 (fused_gpu)
 blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
@@ -39,7 +40,7 @@ OUT = os.environ.get("OUT", "/tmp")
 END = time.time() + 3600
 
 
-def kernels(names):
+def kernels(names, only=None):
     out = {}
     for name in names:
         config = WORKLOADS[name][0]
@@ -68,6 +69,8 @@ def kernels(names):
             "out": lambda: forward(f"{name} out", 256, rms),
         }
         for key, trial in trials.items():
+            if only is not None and key not in only:
+                continue
             if time.time() > END - 3:
                 return out
             try:
@@ -250,6 +253,7 @@ TRIALS = {
     "compile": compile_only,
     "weights": weights,
     "kernels": kernels,
+    "products": functools.partial(kernels, only=("up", "qkv", "down", "out")),
     "stress": stress,
     "check": check,
     "blocks": blocks,
