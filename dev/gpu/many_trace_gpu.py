@@ -110,8 +110,8 @@ def edit_many(folder):
         ("      wgmma_wait<1>();\n", "      wgmma_wait<1>();\n      me.clock.mark(3);\n"),
         ("      wgmma_wait<0>();\n      if", "      wgmma_wait<0>();\n      me.clock.mark(3);\n      if"),
         (
-            "    if (chunk == 0 && round > 0 && elected()) release_held(ring.bar, me);\n",
-            "    me.clock.mark(3);\n    if (chunk == 0 && round > 0 && elected()) release_held(ring.bar, me);\n    me.clock.mark(5);\n",
+            "    if (chunk == 0 && round > 0 && me.lane == 0) release_held(ring.bar, me);\n",
+            "    me.clock.mark(3);\n    if (chunk == 0 && round > 0 && me.lane == 0) release_held(ring.bar, me);\n    me.clock.mark(5);\n",
         ),
         ("  wgmma_wait<0>();\n  wgmma_touch(acc);\n", "  wgmma_wait<0>();\n  wgmma_touch(acc);\n  me.clock.mark(4);\n"),
         (
@@ -120,8 +120,8 @@ def edit_many(folder):
             2,
         ),
         (
-            "  if (elected()) store_wait_read<0>();  // r has left\n  sync_warp();\n",
-            "  me.clock.mark(7);\n  if (elected()) store_wait_read<0>();  // r has left\n  sync_warp();\n  me.clock.mark(8);\n",
+            "  if (me.lane == 0) store_wait_read<0>();  // r has left\n  sync_warp();\n",
+            "  me.clock.mark(7);\n  if (me.lane == 0) store_wait_read<0>();  // r has left\n  sync_warp();\n  me.clock.mark(8);\n",
         ),
         (
             "  const Ring own = own_slot(ring, me);\n",
