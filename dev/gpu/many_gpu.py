@@ -4,7 +4,6 @@ PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/many_gpu.py SECONDS kernels|check|
 
 kernels   every form against fp64 and the same bits twice, then us in turns with the product and the join apart, and with
           another revision's kernels where BEFORE names a checkout of it; weight gradients of a layer
-products  of these the products alone
 stress    thousands of launches in a row
 check     two blocks with joined products against fp64 (fused_gpu)
 blocks    us a block in turns; steps: ms a step in turns. Alone on a card.
@@ -40,7 +39,7 @@ OUT = os.environ.get("OUT", "/tmp")
 END = time.time() + 3600
 
 
-def kernels(names, only=None):
+def kernels(names):
     out = {}
     for name in names:
         config = WORKLOADS[name][0]
@@ -69,8 +68,6 @@ def kernels(names, only=None):
             "out": lambda: forward(f"{name} out", 256, rms),
         }
         for key, trial in trials.items():
-            if only is not None and key not in only:
-                continue
             if time.time() > END - 3:
                 return out
             try:
@@ -253,7 +250,6 @@ TRIALS = {
     "compile": compile_only,
     "weights": weights,
     "kernels": kernels,
-    "products": functools.partial(kernels, only=("up", "qkv", "down", "out")),
     "stress": stress,
     "check": check,
     "blocks": blocks,

@@ -2,7 +2,7 @@
 
 import torch
 from fused_gpu import captured, interleaved
-from many_variants import BOTH, FORMS, VARIANTS, Variant, take
+from many_variants import BOTH, VARIANTS, Variant, take
 
 from ridgeline.ops.linear import products
 from ridgeline.ops.linear.reduce import Job
@@ -125,7 +125,7 @@ def report(right, same, together, before):
         print("" if same else ", REPEATS DIFFER", flush=True)
         return None
     graphs = {"apart": captured(before)}
-    for key in FORMS:
+    for key in BOTH:
         take(VARIANTS[key])
         graphs[key] = captured(together)
     take(Variant())

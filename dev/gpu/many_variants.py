@@ -35,9 +35,7 @@ class Variant(NamedTuple):
 OLD = Variant(source=before(SOURCE), gradients=before(GRADIENTS), weights=before(WEIGHTS))
 PRODUCTS = frozenset(("out", "down", "up", "qkv"))
 VARIANTS = {"apart": OLD._replace(joined=False), "before": OLD, "now": Variant()}
-VARIANTS |= {f"{n} panels leave": Variant(macros={"LEAVING": n}) for n in (1, 2)}
 BOTH = ("before", "now")
-FORMS = tuple(key for key in VARIANTS if key != "apart")
 
 
 def take(variant):

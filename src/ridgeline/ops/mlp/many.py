@@ -21,7 +21,6 @@ SOURCE = Path(__file__).parent / "project_many.cu"
 WIDTH = 256
 TILE_ROWS, THREADS, STAGES = 128, 384, 3
 SMEM = STAGES * 3 * 128 * 128 + 128 * WIDTH * 2 + 3 * WIDTH * 2 + 128  # as in the kernel
-LEAVING = 4  # panels of a row that leave together, behind one fence
 KINDS = {"project_many_forward": "MMMMMPPPPPfii", "project_many_backward": "MMMMMPPPPqii"}
 
 
@@ -41,7 +40,6 @@ def macros(
         "NORM_BIAS": int(norm_bias),
         "BRANCH_BIAS": int(branch_bias),
         "NORMED": int(normed),
-        "LEAVING": LEAVING,
         "RL_FP16": int(dtype == torch.float16),
     }
 

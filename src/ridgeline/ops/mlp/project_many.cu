@@ -12,11 +12,10 @@
 // shared memory lie as panels of 64 columns under the 128-byte swizzle; ldmatrix hands them out in the order of the
 // accumulators.
 //
-// Macros: BACKWARD, STAGES, RMS, NORM_BIAS (backward: its sums are wanted), forward BRANCH_BIAS, NORMED (h is wanted);
-// LEAVING: panels of a row that leave together.
+// Macros: BACKWARD, STAGES, RMS, NORM_BIAS (backward: its sums are wanted), forward BRANCH_BIAS, NORMED (h is wanted).
 #include "project_many.cuh"
 
-// The elected lane of a warp, which starts stores: the results of the tile before have left shared memory.
+// One lane of a warp: the results of the tile before have left shared memory.
 RL_D void release_held(Barriers bar, const Place& me) {
   store_wait_read<0>();
   barrier_arrive(bar.held_empty(me.group));
@@ -52,7 +51,7 @@ RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, int round, u32 vectors, 
       wgmma_wait<1>();
       if (me.lane == 0) ring.release(last);
     }
-    if (chunk == 0 && round > 0 && elected()) release_held(ring.bar, me);
+    if (chunk == 0 && round > 0 && me.lane == 0) release_held(ring.bar, me);
     last = ring.slot;
     ring.advance();
   }
@@ -68,15 +67,15 @@ struct Lines {
   RL_D Lines(u32 area, const Place& me)
       : start(area + me.warp * 2048), base(start + (me.lane % 16) * 128), turn((me.lane / 16 ^ me.lane % 8) << 4) {}
   RL_D u32 at(int j) const { return base + j / 8 * PANEL_BYTES + ((j % 8 * 16) ^ turn); }
-  // What the warp has written of its rows leaves as soon as it is LEAVING panels, the last ones with matrices of columns 8 j on.
-  RL_D void send(const TensorMap* map, int j, int row) const {
-    if (j % 8 != 6 || (j / 8 + 1) % LEAVING != 0) return;
+  // 64 columns of the rows leave, the ones that end with matrices 2 (j % 2), all written before by the whole warp.
+  RL_D void send(const TensorMap* map, int j, int row, const Place& me) const {
+    if (j % 8 != 6) return;
     fence_async();
     sync_warp();
-    if (!elected()) return;
-#pragma unroll
-    for (int panel = j / 8 + 1 - LEAVING; panel <= j / 8; ++panel) store_2d(map, start + panel * PANEL_BYTES, panel * 64, row);
-    store_commit();
+    if (me.lane == 0) {
+      store_2d(map, start + j / 8 * PANEL_BYTES, j / 8 * 64, row);
+      store_commit();
+    }
   }
 };
 
@@ -124,7 +123,7 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       mean[i % 2] += v[0] + v[1];
     }
     store_matrices(held.at(j), x[0], x[1], x[2], x[3]);
-    held.send(p.r, j, row + 16 * me.warp);
+    held.send(p.r, j, row + 16 * me.warp, me);
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) mean[h] = RMS ? 0.f : row_sum(mean[h]) * (1.f / WIDTH);
@@ -144,7 +143,7 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
     }
   }
   if (!NORMED) return;
-  if (elected()) store_wait_read<0>();  // r has left
+  if (me.lane == 0) store_wait_read<0>();  // r has left
   sync_warp();
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
@@ -156,7 +155,7 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       out[i] = pack_pair(fmaf(v[0] * rstd[i % 2], pair_low(w), pair_low(s)), fmaf(v[1] * rstd[i % 2], pair_high(w), pair_high(s)));
     }
     store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
-    held.send(p.h, j, row + 16 * me.warp);
+    held.send(p.h, j, row + 16 * me.warp, me);
   }
 }
 
@@ -239,7 +238,7 @@ RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistic
       out[i] = pack_pair(v[0], v[1]);
     }
     store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
-    held.send(p.dr, j, row + 16 * me.warp);
+    held.send(p.dr, j, row + 16 * me.warp, me);
   }
   if (me.lane == 0) own.release(own.slot);
 }
@@ -247,7 +246,7 @@ RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistic
 // The block's sums, its warps' added in a fixed order, where the last rows were held.
 RL_D void write_sums(const float (&sums)[KINDS][8], const Backward& p, u32 smem, const Place& me) {
   const u32 area = smem + HELD, mine = area + (4 * me.group + me.warp) * KINDS * WIDTH * 4;
-  if (elected()) store_wait_read<0>();
+  if (me.lane == 0) store_wait_read<0>();
   named_barrier<256>(1);
 #pragma unroll
   for (int kind = 0; kind < KINDS; ++kind)
@@ -338,7 +337,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 #if BACKWARD
     write_sums(sums, p, smem, me);
 #endif
-    if (elected()) store_wait<0>();
+    if (me.lane == 0) store_wait<0>();
   }
   sync_warp();
   cluster_leave();
