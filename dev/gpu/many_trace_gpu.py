@@ -136,8 +136,8 @@ def edit_many(folder):
         ("      multiply(acc, chunks,", "      me.clock.mark(14);\n      multiply(acc, chunks,", 2),
         ("#if BACKWARD\n    write_sums(", "    me.clock.mark(9);\n#if BACKWARD\n    write_sums("),
         (
-            "    if (elected()) store_wait<0>();\n",
-            "    if (elected()) store_wait<0>();\n    me.clock.mark(11);\n",
+            "    if (me.lane == 0) store_wait<0>();\n",
+            "    if (me.lane == 0) store_wait<0>();\n    me.clock.mark(11);\n",
         ),
         ("  sync_warp();\n  cluster_leave();", "  sync_warp();\n  Clock::dump();\n  cluster_leave();"),
     )
