@@ -18,7 +18,7 @@ from models.test_fused import (
     errs_at_most_one_and_a_half_times_as_pytorch,
 )
 from ridgeline.models import DecoderConfig, LanguageConfig, LanguageModel
-from ridgeline.models.fused import gradients, language, stack
+from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import JOINED, Choices, choose
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
@@ -301,7 +301,6 @@ def test_the_whole_head_is_wired_to_the_same_function(
     played: Callable[[Choices], None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
-    monkeypatch.setattr(language, "MANY_TOKENS", 0)
     monkeypatch.setattr(head, "missing", lambda *_: None)
     monkeypatch.setattr(head, "WIDTH", 24)
     monkeypatch.setattr(head, "norm_head_raw", whole_head)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ridgeline.models.fused.choices import MANY_TOKENS
 from ridgeline.models.fused.joins import Pass
 from ridgeline.models.fused.stack import fused_stream, leaves_stream, norm_of, pass_of
 from ridgeline.models.plan import fused_plan
@@ -26,7 +25,7 @@ def language_loss(model: LanguageModel, batch: dict[str, Tensor], dropout: Dropo
     tokens_BT, targets_N = batch["tokens"].long(), batch["targets"].long().flatten()
     decoder.check_length(tokens_BT.shape[-1])
     run = None if fused_plan(decoder.impl) is None else pass_of(decoder, tokens_BT.shape, table_VC, dropout)
-    if run is not None and _leaves_ends(run, tokens_BT.numel(), model.head.weight):
+    if run is not None and _leaves_ends(run, model.head.weight):
         decoder.check_kernels(table_VC, dropout)
         first, last = (norm_of(norm) for norm in (decoder.blocks[0].norm_1, decoder.norm))  # type: ignore[arg-type]
         x = embedding_norm(tokens_BT, table_VC, decoder.positions, NormOf(*first, run.config.norm_eps, run.config.norm))
@@ -37,7 +36,7 @@ def language_loss(model: LanguageModel, batch: dict[str, Tensor], dropout: Dropo
     return linear_cross_entropy(h_BTC.flatten(0, 1), model.head.weight, None, targets_N, impl="triton")
 
 
-def _leaves_ends(run: Pass, N: int, weight_VC: Tensor) -> bool:
+def _leaves_ends(run: Pass, weight_VC: Tensor) -> bool:
     """Whether kernels of both ends take the norms there, the last one with all gradients."""
-    wanted = torch.is_grad_enabled() and N > MANY_TOKENS and leaves_stream(run)
+    wanted = torch.is_grad_enabled() and leaves_stream(run)
     return wanted and head.missing(weight_VC.device, weight_VC.dtype, weight_VC.shape[1], len(weight_VC)) is None

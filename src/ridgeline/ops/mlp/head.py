@@ -7,6 +7,8 @@ itself were differentiated; whatever else comes in multiplies them.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +25,13 @@ from ridgeline.ops.kept import Kept
 from ridgeline.ops.known import is_one
 from ridgeline.ops.norm.reference import NormKind
 from ridgeline.ops.scope import product_scope
-from ridgeline.ops.sink import fp32_place, written
+from ridgeline.ops.sink import fp32_place, sink_of, written
+from ridgeline.ops.streams import side_stream
 
 SOURCE = Path(__file__).parent / "head.cu"
 WIDTH, MOST_CLASSES = 256, 72
 TILE_ROWS, THREADS, SLOTS = 64, 384, 4
+FEW_ROWS = 1 << 15  # up to which kernels leave part of a card free
 KINDS = "MMPPPPPPPPPqi"
 
 
@@ -133,6 +137,22 @@ def norm_head_loss(
     return _NormHead.apply(r_NC, statistics, norm.kind, norm.weight_C, norm.bias_C, weight_VC, targets_N)
 
 
+@contextlib.contextmanager
+def _beside(weights: Sequence[Tensor | None], rows: int, *read: Tensor | None) -> Iterator[None]:
+    """With few rows, where all weights have sinks, what writes those runs on a stream beside the backward pass."""
+    present = [weight for weight in weights if weight is not None]
+    sinks, device = [sink for sink in map(sink_of, present) if sink is not None], present[0].device
+    if rows > FEW_ROWS or device.type != "cuda" or len(sinks) < len(present):
+        yield
+        return
+    stream = side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+    for sink in sinks:
+        sink.beside(stream, *read)
+
+
 class _NormHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -163,13 +183,15 @@ class _NormHead(torch.autograd.Function):
         ctx.kept.demand()
         weight_VC, scale_C, shift_C = ctx.weights
         factor = None if is_one(dloss) else dloss.float().reshape(1)
-        weight, scale = Place(*fp32_place(weight_VC)), Place(*fp32_place(scale_C))
-        shift = None if shift_C is None else Place(*fp32_place(shift_C))
-        head_gradients_raw(
-            ctx.partials_PS, weight_VC, scale_C, shift_C, factor, weight, scale, shift,
-            columns=class_columns(len(weight_VC)),
-        )  # fmt: skip
+        with _beside(ctx.weights, len(ctx.dr_NC), ctx.partials_PS, factor):
+            weight, scale = Place(*fp32_place(weight_VC)), Place(*fp32_place(scale_C))
+            shift = None if shift_C is None else Place(*fp32_place(shift_C))
+            head_gradients_raw(
+                ctx.partials_PS, weight_VC, scale_C, shift_C, factor, weight, scale, shift,
+                columns=class_columns(len(weight_VC)),
+            )  # fmt: skip
+            dshift = None if shift is None else written(shift_C, shift.target)
+            dscale, dweight = written(scale_C, scale.target), written(weight_VC, weight.target)
         dr_NC = ctx.dr_NC if factor is None else (ctx.dr_NC.float() * factor).to(ctx.dr_NC.dtype)
         del ctx.dr_NC, ctx.partials_PS
-        dshift = None if shift is None else written(shift_C, shift.target)
-        return dr_NC, None, None, written(scale_C, scale.target), dshift, written(weight_VC, weight.target), None
+        return dr_NC, None, None, dscale, dshift, dweight, None
