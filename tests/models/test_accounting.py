@@ -254,6 +254,27 @@ def test_accumulation_repeats_the_passes_of_a_part_and_keeps_only_its_activation
     assert one.weights == eight.weights
 
 
+def test_gradients_are_read_again_for_their_norm_only_where_no_kernel_writes_them_whole() -> None:
+    config, count = preset("gpt2-c256").model, 4_837_888
+    read = {
+        (plan.name, parts): sum(op.bytes for op in cost.ops if op.name == "grad_norm")
+        for plan in (FUSED, PLAIN)
+        for parts in (1, 2)
+        for cost in [step_cost(config, batch=32, plan=plan, accumulation=parts)]
+    }
+    assert read == {("fused", 1): 0, ("fused", 2): 4 * count, ("plain", 1): 4 * count, ("plain", 2): 4 * count}
+
+
+def test_logits_of_a_large_vocabulary_travel_though_none_are_kept() -> None:
+    """Written by the product, read and overwritten by the loss, read by both gradients."""
+    logits = 2 * 64 * 1024 * 50257
+    ops = {(op.name, op.phase): op for op in step("gpt2-124m", batch=64).ops}
+    assert ops["head", "forward"].written_bytes == logits
+    assert ops["cross_entropy", "forward"].bytes == 2 * logits + 64 * 1024 * (8 + 4)
+    for name in ("head.input_gradient", "head.weight_gradient"):
+        assert ops[name, "backward"].read_bytes > logits
+
+
 def test_a_large_vocabulary_keeps_no_logits_when_fused() -> None:
     config = preset("gpt2-124m").model
     assert "logits" not in memory(config, batch=8).saved

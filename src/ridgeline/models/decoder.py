@@ -31,6 +31,12 @@ IMPLEMENTATIONS = ("reference", "torch", "fused")
 EMBEDDING_SITE = 0
 
 
+def check_filled(batch: dict[str, Tensor]) -> None:
+    """Raises ConfigError where a batch has no position, of which no loss can be the mean."""
+    if not batch["targets"].numel():
+        raise ConfigError(f"a batch whose targets have shape {tuple(batch['targets'].shape)} is empty; it has no loss")
+
+
 def check_impl(impl: str) -> str:
     """`impl` itself.
 
@@ -230,6 +236,13 @@ class Decoder(nn.Module):
     def check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
         """Raises UnsupportedError where kernels would not compute what PyTorch's operations do in their place."""
         device = x_BTC.device
+        if not x_BTC.numel():
+            raise UnsupportedError(f"impl={self.impl!r} needs at least one position, got none in {tuple(x_BTC.shape)}")
+        if torch.get_default_dtype() != torch.float32:
+            raise UnsupportedError(
+                f"impl={self.impl!r} keeps its sums in PyTorch's default dtype, which must be float32 and is "
+                f"{torch.get_default_dtype()}; call torch.set_default_dtype(torch.float32)"
+            )
         check_dropping(self.config.dropout, dropout, device)
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != x_BTC.dtype:
             raise UnsupportedError(

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from ridgeline.cost import Storage, storage
 from ridgeline.hardware import Precision
-from ridgeline.models.accounting import check_context, head_widths, loss_form, parameters, part_of
+from ridgeline.models.accounting import check_context, head_widths, parameters, part_of
 from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig
 from ridgeline.models.plan import FUSED, StoragePlan
-from ridgeline.ops.cross_entropy.cost import chunk_rows
+from ridgeline.ops.cross_entropy.cost import CHUNKED_VOCABULARY, chunk_rows
 from ridgeline.ops.norm.cost import statistics
 from ridgeline.ops.optimizer.cost import MASTER
 
@@ -107,8 +107,9 @@ def _outside_saved(config: ModelConfig, store: Storage, plan: StoragePlan) -> di
 
 def logits_bytes(classes: int, store: Storage, plan: StoragePlan) -> int:
     """Bytes of a row that the loss keeps: the log-softmax in fp32, the logits' gradient in their place, or nothing."""
-    form = loss_form(plan, classes)
-    return classes * {"plain": 4, "fused": store.activation, "chunked": 0}[form]
+    if plan.loss == "plain":
+        return classes * 4
+    return classes * store.activation if classes < CHUNKED_VOCABULARY else 0
 
 
 def _workspace(config: ModelConfig, N: int, T: int, store: Storage, plan: StoragePlan) -> int:
@@ -120,10 +121,9 @@ def _workspace(config: ModelConfig, N: int, T: int, store: Storage, plan: Storag
         attention += c.heads * T * a * (2 + (c.dropout > 0))
     block = max(mlp, attention) + (3 + (not plan.normalised)) * c.width * a
     classes = config.vocabulary if isinstance(config, LanguageConfig) else max(h.classes for h in config.heads)
-    form = loss_form(plan, classes)
-    if form == "chunked":
+    if plan.loss == "fused" and classes >= CHUNKED_VOCABULARY:
         return max(N * block, chunk_rows(N, classes) * classes * a)
-    loss = classes * (8 + (a if a != 4 else 0)) if form == "plain" else 0
+    loss = classes * (8 + (a if a != 4 else 0)) if plan.loss == "plain" else 0
     return N * max(block, loss)
 
 
