@@ -133,6 +133,7 @@ def norm_head_loss(
     reason = missing(r_NC.device, r_NC.dtype, r_NC.shape[1], len(weight_VC))
     if reason is not None:
         raise UnsupportedError(reason)
+    checks.storage(r_NC=r_NC, weight_VC=weight_VC, weight_C=norm.weight_C, bias_C=norm.bias_C)
     checks.alike("r_NC", r_NC, strict=True, weight_VC=weight_VC, weight_C=norm.weight_C, bias_C=norm.bias_C)
     return _NormHead.apply(r_NC, statistics, norm.kind, norm.weight_C, norm.bias_C, weight_VC, targets_N)
 
