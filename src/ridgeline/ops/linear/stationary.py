@@ -94,7 +94,7 @@ def stationary(
         summed: with a factor, the column sums are wanted.
 
     Returns:
-        With `factor_MN` and `summed`, fp32 partial column sums [rows, N] of out (with a `norm` too, of out · σ); else None.
+        With `factor_MN` and `summed`, fp32 partial column sums [rows, N] of out (with a `norm` too, of out · σ).
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
