@@ -233,7 +233,7 @@ class Decoder(nn.Module):
         if self.config.context < T:
             raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
 
-    def _check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
+    def check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
         """Raises UnsupportedError where kernels would not compute what PyTorch's operations do in their place."""
         device = x_BTC.device
         if not x_BTC.numel():
@@ -275,7 +275,7 @@ class Decoder(nn.Module):
         if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
             dropout = self.next_dropout()
         if self.impl not in ("reference", "torch"):
-            self._check_kernels(x_BTC, dropout)
+            self.check_kernels(x_BTC, dropout)
         if fused_plan(self.impl) is not None:
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 

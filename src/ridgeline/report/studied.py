@@ -15,7 +15,7 @@ from ridgeline.report.played import MISSING, curves_of, setting_of
 from ridgeline.report.sections import Section
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
-from ridgeline.study.trials import choice, rank, states_of
+from ridgeline.study.trials import choices_apart, rank, states_of
 
 SHORT = 300  # steps of a comparison that looks where the article looked, after 200
 LONG = 2048  # positions from which a window counts as long
@@ -125,21 +125,23 @@ def searched(records: Sequence[Record]) -> str:
     judged = [trial for trial in trials if trial["quality"] is not None]
     # records of before 2026-11-30, 09:00, have the point alone
     judged.sort(key=lambda trial: rank(kind, trial.get("crossing", trial["seconds"]), trial["quality"]))
+    alike, own = choices_apart([trial["params"] for trial in judged])
     rows = [
         [
             number(trial["number"], "d"),
-            words(choice(trial["params"])),
+            words(chosen),
             words(f"{trial['quality']:.4f}{'' if trial['state'] == 'complete' else ' …'}"),
             number(trial["seconds"], ".2f"),
             *(quantity(trial[key]) for key in ("tokens_per_s", "predicted_tokens_per_s")),
         ]
-        for trial in judged
+        for trial, chosen in zip(judged, own, strict=True)
     ]
     headers = ("trial", "choice", kind, "held from second", "tokens/s", "at the floor")
     sought = kind if target is None else f"{kind}={target:g}"
     told = f"{sought}, budget {setting['budget_s']:g} s, {setting['trial_s']:g} s of training a trial:"
     counts = states_of([trial["state"] for trial in trials])
-    return f"{_where(record)} {told} {counts}.\n\n{Table(headers=headers, rows=rows).markdown()}"
+    all_with = f" All with {alike}." if alike else ""
+    return f"{_where(record)} {told} {counts}.{all_with}\n\n{Table(headers=headers, rows=rows).markdown()}"
 
 
 def inversion(records: Sequence[Record]) -> str:
