@@ -104,6 +104,23 @@ def test_whole_commands():
     assert studied.starts([study(), replace(record, gpus=0)]) == studied.MISSING
 
 
+def test_studies_on_the_same_data_have_titles_of_their_own():
+    asked = [{"figure": "standings", "name": "standings", "rows": []}, {"figure": "setting", "target": 1.47}]
+    record = samples.record("study", "tinyshakespeare", 32, 256, curves=asked)
+    names = ["fast-c256", "fast-c256+kv_heads=8", "fast-c256+a_setting_with_a_long_name=3"]
+
+    def title(*chosen):
+        contenders = [samples.result(name, 1.0, 32, 256) for name in chosen]
+        return studied.title(replace(record, contenders=contenders))
+
+    ending = ", to a loss of 1.47 on tinyshakespeare, batch 32 × 256, bf16"
+    assert title(*names[:2]) == f"fast-c256 and fast-c256+kv_heads=8{ending}"
+    assert title(names[0], names[2]) == f"fast-c256 and 1 more{ending}"
+    assert title(*names) == f"fast-c256 and 2 more{ending}"
+    assert title() is None
+    assert studied.title(samples.ladder()) is None
+
+
 def test_a_search():
     trial = {"number": 0, "params": {"layers": 3, "lr": 0.0012345}, "state": "complete", "quality": 1.59,
              "seconds": None, "crossing": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
