@@ -229,7 +229,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["compile"]:
         from ridgeline.ops import _cuda
 
-        _cuda.build(*list(wanted())[int(sys.argv[2])], "sm_90a")
+        path, macros = list(wanted())[int(sys.argv[2])]
+        _cuda.build(path, macros, "sm_90a")
         sys.exit()
     limit = float(sys.argv.pop(1)) if sys.argv[1:] and sys.argv[1].replace(".", "").isdigit() else 45
     main(limit, sys.argv[1:])
