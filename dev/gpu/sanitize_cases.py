@@ -312,7 +312,7 @@ def norms():
 
 @case
 def embeddings():
-    for B, T, V, C in ((4, 33, 65, 64), (2, 40, 50257, 32)):
+    for B, T, V, C in ((4, 33, 65, 64), (2, 40, 50257, 32), (1310, 51, 65, 32)):
         ids, table, positions = torch.randint(V, (B, T)).to(DEVICE), draw(V, C), draw(T, C)
         out = embedding(ids, table, positions, p=0.1, dropout=dropout_state(), site=4, impl="triton")
         differentiate(out, [table, positions])
