@@ -73,6 +73,16 @@ RL_D u32 permute(u32 a, u32 b) {
 RL_D u32 shuffle(u32 value, int source) { return machine.warp().slots[machine.post(value)][source & 31]; }
 RL_D u32 shuffle_xor(u32 value, int mask) { return shuffle(value, machine.lane() ^ mask); }
 RL_D float shuffle_xor(float value, int mask) { return from_bits(shuffle_xor(as_bits(value), mask)); }
+RL_D void multiply_rows_of_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  const int row = machine.lane() >> 2, column = 2 * (machine.lane() & 3);
+  for (int half = 0; half < 2; ++half)
+    for (int q = 0; q < 4; ++q) {
+      const u32 a[2] = {shuffle(half ? a2 : a0, 4 * row + q), shuffle(half ? a3 : a1, 4 * row + q)};
+      const u32 b[2] = {shuffle(half ? b1 : b0, 4 * column + q), shuffle(half ? b1 : b0, 4 * column + 4 + q)};
+      for (int n = 0; n < 4; ++n)
+        d[n] += pair_low(a[n >> 1]) * pair_low(b[n & 1]) + pair_high(a[n >> 1]) * pair_high(b[n & 1]);
+    }
+}
 RL_D int warp_uniform(int value) { return static_cast<int>(shuffle(static_cast<u32>(value), 0)); }
 RL_D bool any_in_warp(bool value) {
   const unsigned side = machine.post(value);

@@ -23,6 +23,13 @@ RL_D u32 permute(u32 a, u32 b) {
   return result;
 }
 RL_D u32 permute(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
+// d[16, 8] += a[16, 16] · b[16, 8] of a warp, as mma.sync lays them out: lane l has of d rows l / 4 and l / 4 + 8, columns 2 (l % 4)
+// and the next; of a the same rows' pairs at 2 (l % 4) and 8 more; of b column l / 4's pairs at the same.
+RL_D void multiply_rows_of_16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." RL_MMA_TYPE "." RL_MMA_TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 RL_D float log2_fast(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -147,14 +147,11 @@ RL_D void run_keys(const Arguments& a, const Here& p) {
 #pragma unroll
       for (int key = 0; key < KEYS; ++key)
         if (first + places.of(key) < a.blocks) finish(a, unit, first + places.of(key), p.warp, p.lane, w.dk[key], w.dv[key]);
-#if RL_COLUMN_SUMS
+#if RL_COLUMN_SUMS  // of dV: those of dK are none, of each query the gradients of its scores add up to nothing
       if (first + places.of(1) < a.blocks)
 #pragma unroll
-        for (int n = 0; n < D / 2; ++n) w.dk[0][n] += w.dk[1][n], w.dv[0][n] += w.dv[1][n];
-      if (first + places.of(0) < a.blocks) {
-        add_column_sums(sums + unit.group * D, w.dk[0], a.scale, p.lane);
-        add_column_sums(sums + (groups + unit.group) * D, w.dv[0], 1.f, p.lane);
-      }
+        for (int n = 0; n < D / 2; ++n) w.dv[0][n] += w.dv[1][n];
+      if (first + places.of(0) < a.blocks) add_column_sums(sums + (groups + unit.group) * D, w.dv[0], 1.f, p.lane);
 #endif
     }
   }
@@ -163,37 +160,46 @@ RL_D void run_keys(const Arguments& a, const Here& p) {
 // ---- the other warpgroups: statistics and copies, and dQ. Each of their instructions takes its turn from those that compute.
 
 // What belongs to the two rows of a thread whose statistics are next: outputs in columns from 8 · (lane % 4) on, and the
-// log-sum-exp of the first row in even lanes, of the second in odd ones. Rows beyond the last have probabilities of nothing.
+// log-sum-exp of one. Rows beyond the last have probabilities of nothing.
+//
+// Delta, a row's product of its output with its gradient, is on the diagonal of all rows' products with each other, made by
+// the tensor cores 16 rows and 8 gradients at a time: two thirds of the instructions. A sum runs over columns in any order,
+// so both operands lie as they come, 16 bytes a lane. Of the last 8 gradients every other two trade places: then the
+// diagonals of both products lie in different lanes, and `which` row is a lane's, 2 and 3 for none.
 struct Rows {
   const u16* o_at;
   const float* lse_at;
   int t;  // the first row
+  int which;
   float lse;
   uint4 o[2];
   RL_D void start(const Arguments& a, const Here& p, const Position& at) {  // at the first tile of a head
     const int head = at.unit.first_head + at.head;
     t = 64 * at.i + 16 * p.warp + (p.lane >> 2);
     o_at = a.o + (static_cast<i64>(at.unit.batch) * a.T + t) * a.o_pitch + head * D + 8 * (p.lane & 3);
-    lse_at = a.lse + (static_cast<i64>(at.unit.batch) * a.heads + head) * a.T + t + 8 * (p.lane & 1);
+    which = (p.lane ^ p.lane >> 3) & 3;
+    lse_at = a.lse + (static_cast<i64>(at.unit.batch) * a.heads + head) * a.T + t + 8 * (which & 1);
   }
   RL_D void next(const Arguments& a) { t += 64, o_at += static_cast<i64>(64) * a.o_pitch, lse_at += 64; }
   RL_D void load(const Arguments& a, const Here& p) {
-    lse = t + 8 * (p.lane & 1) < a.T ? *lse_at : -NOTHING;  // and nothing that waits for it
+    lse = t + 8 * (which & 1) < a.T ? *lse_at : -NOTHING;  // and nothing that waits for it
     o[0] = t < a.T ? load_global_16(o_at) : uint4{0, 0, 0, 0};
     o[1] = t + 8 < a.T ? load_global_16(o_at + static_cast<i64>(8) * a.o_pitch) : uint4{0, 0, 0, 0};
   }
   RL_D void store(const Here& p, u32 d_o, u32 stats) const {
     const int row = 16 * p.warp + (p.lane >> 2);
-    const u32 at = d_o + tile_offset(row, p.lane & 3);
-    float delta[2];
+    float products[2][4];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      delta[h] = dot_8(o[h], load_shared_16(at + 8 * ROW * h));
-      delta[h] += shuffle_xor(delta[h], 1);
-      delta[h] += shuffle_xor(delta[h], 2);
+      const uint4 g = load_shared_16(d_o + tile_offset(h ? (row ^ 2) + 8 : row, p.lane & 3));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) products[h][n] = 0.f;
+      multiply_rows_of_16(products[h], o[0].x, o[1].x, o[0].y, o[1].y, g.x, g.y);
+      multiply_rows_of_16(products[h], o[0].z, o[1].z, o[0].w, o[1].w, g.z, g.w);
     }
-    if ((p.lane & 2) == 0)
-      store_shared_8(stats + 8 * (row + 8 * (p.lane & 1)), as_bits(lse * LOG2_E), as_bits(p.lane & 1 ? delta[1] : delta[0]));
+    const bool odd = p.lane & 4;
+    const float first = odd ? products[0][1] : products[0][0], second = odd ? products[1][3] : products[1][2];
+    if (which < 2) store_shared_8(stats + 8 * (row + 8 * which), as_bits(lse * LOG2_E), as_bits(which ? second : first));
   }
 };
 
@@ -214,24 +220,6 @@ RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 t
     for (int place = 0; place < SPAN; ++place)
       copy_4d(to + place * PAIR, p.warp == 2 ? a.k : a.v, 0, at.unit.group, 64 * (at.first + place), at.unit.batch, barrier);
   }
-}
-
-// Nothing of dQ is there yet; who is let in may look.
-RL_D void begin_notes(const Arguments& a, int lane) {
-  const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
-#pragma unroll 1
-  for (int number = blockIdx.x; number < a.units; number += gridDim.x)
-#pragma unroll 1
-    for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
-  sync_warp();
-  if (lane == 0) fence_gpu();
-  sync_warp();
-  let_next_start();
-}
-// Once a tile's share of dQ is there. What a later span adds would come later.
-RL_D void note(const Arguments& a, const Position& at, int lane) {
-  if (lane == 0 && at.i % SPAN == SPAN - 1 && has_note(at.i, a.blocks) && at.unit.first(a, at.turn + 1) > at.i)
-    give(a.notes + note_of(at.number, a.heads_per_part, at.head, at.i, a.blocks), 1);
 }
 
 // Copies and statistics, and notes by the last warp. What says that a tile's dS is there also says that those who compute are done with the tile before.

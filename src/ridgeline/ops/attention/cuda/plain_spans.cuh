@@ -92,6 +92,23 @@ RL_D bool has_note(int i, int blocks) { return i / SPAN * SPAN + SPAN - 1 + BEHI
 RL_D int note_of(int number, int heads_per_part, int head, int i, int blocks) {
   return (number * heads_per_part + head) * ceil_div(blocks, SPAN) + i / SPAN;
 }
+// Nothing of dQ is there yet; who is let in may look.
+RL_D void begin_notes(const Arguments& a, int lane) {
+  const int count = a.heads_per_part * ceil_div(a.blocks, SPAN);
+#pragma unroll 1
+  for (int number = blockIdx.x; number < a.units; number += gridDim.x)
+#pragma unroll 1
+    for (int n = lane; n < count; n += WARP) a.notes[number * count + n] = 0;
+  sync_warp();
+  if (lane == 0) fence_gpu();
+  sync_warp();
+  let_next_start();
+}
+// Once a tile's share of dQ is there. What a later span adds would come later.
+RL_D void note(const Arguments& a, const Position& at, int lane) {
+  if (lane == 0 && at.i % SPAN == SPAN - 1 && has_note(at.i, a.blocks) && at.unit.first(a, at.turn + 1) > at.i)
+    give(a.notes + note_of(at.number, a.heads_per_part, at.head, at.i, a.blocks), 1);
+}
 
 struct Here {
   static constexpr int SQUARES_AT = STAGES * PAIR, OWN_AT = SQUARES_AT + SQUARES * SPAN * SQUARE;
