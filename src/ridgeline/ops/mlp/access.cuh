@@ -52,6 +52,13 @@ RL_D void load_shared_4(float (&v)[4], u32 address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                : "r"(address) : "memory");
 }
+RL_D void store_global_16(float* pointer, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {  // nobody waits for it
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
 RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants
   extern __shared__ __align__(1024) char bytes[];
   return smem_address(bytes);

@@ -1,0 +1,232 @@
+// Gradient of the MLP half of a block of width 256 for many rows, for sm_90a, with the gradient of the norm before it:
+//   da = dz Wdown, du = da · gelu'(u), dh = du Wup, dr = dresidual + norm'(dh), sums for the norm's weights.
+//
+// gelu'(u) is what the product forward has left in codes (slope_codes.cuh); du is stored for Wup's gradient, and not read.
+//
+// A tile is 128 rows, 64 a warpgroup, which holds dh of them whole; two blocks of a cluster take tiles one below the other
+// and fetch half of the weights for both. The rows of dz stay in shared memory. Inner columns come 64 at a time: while a
+// warpgroup turns da of one such chunk into du, the products for da of the next are under way, and those for dh with du of
+// the chunk before, as registers have it.
+//
+// Threads of the product that made the codes hold them down the columns, eight rows of two columns in a line of 16 bytes.
+// The transposing ldmatrix makes of it what a thread needs here if the rows of a tile come in another order: warp w's row
+// 8 h + g is row 32 (w / 2) + 8 (g / 2) + 4 (w % 2) + 2 h + g % 2 of 64. The copy engine brings and takes all rows so, which
+// is why there must be multiples of 32.
+//
+// The ring's four slots hold 64 inner columns of either weight. A tile takes them as: down 0, (down k + 1, up k) for each k
+// there is, and at its end for each warpgroup dresidual, then r, whose place dr takes. That are a multiple of four: a slot
+// is the same number in every tile.
+//
+// Macros: STAGES (4), RMS, NORM_BIAS (its sums are wanted).
+#include "many_join.cuh"
+#include "mlp_many.cuh"
+
+// What a consumer warp works with.
+struct Work {
+  const TensorMap* du;
+  u32 smem, dz, codes, panel;  // its warpgroup's rows of dz, its lane's place in a tile of codes, its own panel of du
+  Barriers bar;
+  Ring ring;
+  u32 phase, codes_phase;  // of slots 1 to 3 and codes now (slot 0 is one further once a tile has begun)
+  int row;                 // the first of the warpgroup's 64
+};
+
+// da = dz Wdown for 64 inner columns, under way.
+RL_D void multiply_down(float (&da)[32], u32 dz, u32 weight) {
+  const u64 a = operand_k_major(dz), b = operand_mn_major(weight, PANEL_BYTES);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 16; ++step)  // an operand's address is in units of 16 bytes
+    wgmma<64, 0, 1>(da, a + step / 4 * (PANEL_BYTES / 16) + step % 4 * 2, b + step * 128, step > 0);
+  wgmma_commit();
+}
+
+// dh += du Wup for 64 inner columns, under way.
+RL_D void multiply_up(float (&dh)[WIDTH / 2], const u32 (&du)[4][4], u32 weight) {
+  const u64 b = operand_mn_major(weight, PANEL_BYTES);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 4; ++step) wgmma_registers<WIDTH, 1>(dh, du[step], b + step * 128, true);
+  wgmma_commit();
+}
+
+// da · gelu'(u), in da's place.
+RL_D void differentiate(float (&da)[32], u32 codes) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    u32 code[4];
+    load_matrices_transposed(code, codes + i * 2 * WARP_CODES);
+#pragma unroll
+    for (int n = 0; n < 4; ++n)  // 16 columns i * 2 + n / 2, rows l / 4 + 8 (n % 2)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const u32 slopes = h ? decode_slopes<1>(code[n]) : decode_slopes<0>(code[n]);
+        float* d = da + 8 * (2 * i + n / 2) + 4 * h + 2 * (n % 2);
+        d[0] *= half_low(slopes), d[1] *= half_high(slopes);
+      }
+  }
+}
+
+// du of a chunk of 64 columns into the warp's panel, and from there to memory.
+RL_D void stage(const u32 (&du)[4][4], const Work& w, const Place& me) {
+  const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
+  if (me.lane == 0) store_wait_read<0>();  // what the panel held has left
+  sync_warp();
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+    store_matrices(w.panel + swizzle128(panel_row, 2 * step + matrix / 2), du[step][0], du[step][1], du[step][2], du[step][3]);
+}
+RL_D void send(const Work& w, int column, const Place& me) {
+  fence_async();
+  sync_warp();
+  if (me.lane == 0) {
+    store_sixteen(w.du, w.panel, column, w.row, me);
+    store_commit();
+  }
+}
+
+// Chunk k of 64 inner columns, whose da is there; da of the next takes its place, by slot DOWN, if there is one. Up's weights
+// are in slot UP, with `phase`; those of the chunk before, whose products are under way, in slot BEFORE.
+template <bool NEXT, int DOWN, int UP, int BEFORE>
+RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], int k, u32 phase, const Work& w, const Place& me) {
+  const int buffer = BEFORE == 0 ? 0 : 1;
+  barrier_wait(w.bar.codes_full(me.group, buffer), w.codes_phase);
+  differentiate(da, w.codes + buffer * CODE_TILE_BYTES);
+  wgmma_wait<0>();
+  wgmma_touch(du);
+  if ((BEFORE > 0 || k > 0) && me.lane == 0) w.ring.release(BEFORE);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) du[i / 4][i % 4] = pack_pair(da[2 * i], da[2 * i + 1]);
+  stage(du, w, me);
+  if (NEXT) {
+    barrier_wait(w.bar.full(DOWN), w.phase);
+    multiply_down(da, w.dz, w.smem + DOWN * SLOT_BYTES);
+  }
+  barrier_wait(w.bar.full(UP), phase);
+  multiply_up(dh, du, w.smem + UP * SLOT_BYTES);
+  send(w, 64 * k, me);
+  if (me.lane == 0) barrier_arrive(w.bar.codes_empty(me.group, buffer));  // all of them have been used
+  if (NEXT) {
+    wgmma_wait<1>();
+    wgmma_touch(da);
+    if (me.lane == 0) w.ring.release(DOWN);
+  }
+}
+
+// dh of a tile; the last chunk's weights are left in slot 3.
+RL_D void multiply(float (&dh)[WIDTH / 2], int chunks, int round, Work& w, const Place& me) {
+  float da[32];
+  u32 du[4][4] = {};
+  barrier_wait(w.bar.dz_full(me.group), round & 1);
+  barrier_wait(w.bar.full(0), w.phase);
+  multiply_down(da, w.dz, w.smem);
+  if (round > 0 && me.lane == 0) {
+    store_wait_read<0>();  // dr of the tile before
+    w.ring.release(2 + me.group);
+  }
+#pragma unroll
+  for (int i = 0; i < WIDTH / 2; ++i) dh[i] = 0.f;
+  wgmma_wait<0>();
+  wgmma_touch(da);
+  if (me.lane == 0) w.ring.release(0);
+#pragma unroll 1
+  for (int k = 0;; k += 2, w.phase ^= 1, w.codes_phase ^= 1) {
+    chunk<true, 1, 2, 0>(dh, da, du, k, w.phase, w, me);
+    if (k + 2 == chunks) {
+      if (me.lane == 0) barrier_arrive(w.bar.dz_empty(me.group));
+      chunk<false, 0, 3, 2>(dh, da, du, k + 1, w.phase, w, me);
+      break;
+    }
+    chunk<true, 3, 0, 2>(dh, da, du, k + 1, w.phase ^ 1, w, me);
+  }
+  w.phase ^= 1, w.codes_phase ^= 1;
+  wgmma_wait<0>();
+  wgmma_touch(dh);
+  wgmma_touch(du);
+  if (me.lane == 0) w.ring.release(3);
+}
+
+// A slot whose rows are the other warpgroup's is free as soon as they have come.
+RL_D void pass_on(int slot, const Work& w, const Place& me) {
+  barrier_wait(w.bar.full(slot), w.phase);
+  if (me.lane == 0) w.ring.release(slot);
+}
+
+// A warp's column sums of a tile, which lie in its panel, to its row of partial sums: a lane's columns.
+RL_D void add_sums(float* partials, bool first, u32 panel, const Place& me) {
+#pragma unroll
+  for (int i = 0; i < 2 * KINDS; ++i) {
+    const int column = 128 * i + 4 * me.lane;
+    float v[4];
+    load_shared_4(v, panel + 4 * column);
+    if (first) store_global_16(partials + column, v[0], v[1], v[2], v[3]);
+    else add_global_16(partials + column, v[0], v[1], v[2], v[3]);
+  }
+}
+
+RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, u32 vector, bool first, const TensorMap* dr,
+               const Work& w, const Place& me) {
+  statistics.finish();
+  const int beside = me.group, held = 2 + me.group;
+  const Lines lines(w.smem + held * SLOT_BYTES, me), added(w.smem + beside * SLOT_BYTES, me);
+  if (me.lane == 0) store_wait_read<0>();  // the panel takes the sums
+  sync_warp();
+  barrier_wait(w.bar.full(beside), w.phase);
+  pass_on(beside ^ 1, w, me);
+  barrier_wait(w.bar.full(held), w.phase);
+  const Line line = sum_rows<true>(dh, statistics, vector, lines, added, me, [&](int kind, int i, float sum) {
+    store_shared(w.panel + (kind * WIDTH + 32 * i + sum_column(me)) * 4, sum);
+  });
+  fence_async();  // an arrival may overtake reads
+  sync_warp();
+  if (me.lane == 0) w.ring.release(beside);
+  pass_on(held ^ 1, w, me);
+  finish_rows<true>(dh, line, statistics, lines, added, me,
+                    [&](u32 from, int column) { store_sixteen(dr, from, column, w.row, me); });
+  add_sums(partials, first, w.panel, me);  // behind the fences, which wait for stores
+}
+
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
+    mlp_many_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap down,
+                      const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap codes,
+                      const __grid_constant__ TensorMap held, const __grid_constant__ TensorMap beside,
+                      const __grid_constant__ TensorMap du, const __grid_constant__ TensorMap dr, const u16* weight,
+                      const float* mean, const float* rstd, float* partials, i64 stride, int rows, int inner) {
+  const u32 smem = dynamic_smem(), vector = smem + VECTOR;
+  const Barriers bar{{smem + BARRIERS}};
+  const int chunks = 2 * ceil_div(inner, 128);
+  const Place me = Place::here();
+  if (threadIdx.x == 0) {
+    prefetch_map(&dz), prefetch_map(&down), prefetch_map(&up), prefetch_map(&codes);
+    bar.init();
+  }
+  if (me.group == 0) copy_vectors(vector, weight, nullptr, nullptr, threadIdx.x - 128);
+  sync_block();
+  cluster_sync();
+  wait_for_previous();
+  let_next_start();
+  const Ring ring(smem, bar, me.rank);
+  if (me.group < 0) {
+    registers_down<24>();
+    const Maps maps{&dz, &down, &up, &codes, &held, &beside};
+    if (me.warp == 0) produce(maps, rows, chunks, ring);
+    if (me.warp == 1) produce_dz(maps, rows, smem, bar, me.rank);
+    if (me.warp == 2) produce_codes(maps, rows, inner, chunks, smem, bar, me.rank);
+  } else {
+    registers_up<240>();
+    Work w{&du, smem, smem + DZ + me.group * ROWS_BYTES, smem + CODES + me.group * 2 * CODE_TILE_BYTES + code_place(me),
+           smem + PANELS_AT + (4 * me.group + me.warp) * WARP_PANEL_BYTES, bar, ring, 0, 0, 0};
+    float dh[WIDTH / 2];
+    for (Tiles tiles(rows, me.rank); tiles.valid(); tiles.advance()) {
+      w.row = tiles.row() + 64 * me.group;
+      multiply(dh, chunks, tiles.round, w, me);
+      Statistics statistics;
+      statistics.load(mean, rstd, w.row + row_of(me), 2, rows);
+      join(dh, statistics, partials + (blockIdx.x * 8 + 4 * me.group + me.warp) * stride, vector, tiles.round == 0, &dr, w, me);
+      w.phase ^= 1;
+    }
+    if (me.lane == 0) store_wait<0>();
+  }
+  sync_warp();
+  cluster_leave();
+}
