@@ -1,7 +1,6 @@
 """The MLP's input gradients for many rows (ops/mlp/mlp_many.cu): the whole kernel on the host, compilation."""
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +9,13 @@ from torch import Tensor
 
 from ops.product_cases import code_lines, coded, decoded
 from ops.test_mlp_many import EPS, close, normed
-from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.linear.codes import LINE, LINES
 from ridgeline.ops.mlp import many
 
 SOURCE = """#include "mlp_many.cu"
 extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, int grid, int seed, int late) {
-  auto kernel = [=] { mlp_many_backward(m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], (const u16*)p[0], (const float*)p[1],
-                                        (const float*)p[2], (float*)p[3], n[2], n[0], n[1]); };
+  auto kernel = [=] { mlp_many_backward(m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], (const u16*)p[0],
+                                        (const float*)p[1], (const float*)p[2], (float*)p[3], n[2], n[0], n[1]); };
   return emulation::launch(grid, 384, seed, late, kernel, 2);
 }
 """
