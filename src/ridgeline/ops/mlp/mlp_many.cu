@@ -92,6 +92,7 @@ RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], int k,
   const int buffer = BEFORE == 0 ? 0 : 1;
   barrier_wait(w.bar.codes_full(me.group, buffer), w.codes_phase);
   differentiate(da, w.codes + buffer * CODE_TILE_BYTES);
+  wgmma_touch(da);  // before the wait
   wgmma_wait<0>();
   wgmma_touch(du);
   if ((BEFORE > 0 || k > 0) && me.lane == 0) w.ring.release(BEFORE);
@@ -190,8 +191,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     mlp_many_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap down,
                       const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap codes,
                       const __grid_constant__ TensorMap held, const __grid_constant__ TensorMap beside,
-                      const __grid_constant__ TensorMap du, const __grid_constant__ TensorMap dr, const u16* weight,
-                      const float* mean, const float* rstd, float* partials, i64 stride, int rows, int inner) {
+                      const __grid_constant__ TensorMap du, const __grid_constant__ TensorMap dr, const u16* r,
+                      const u16* dresidual, const u16* dy, const u16* weight, const float* mean, const float* rstd,
+                      float* partials, i64 stride, int rows, int inner) {
   const u32 smem = dynamic_smem(), vector = smem + VECTOR;
   const Barriers bar{{smem + BARRIERS}};
   const int chunks = 2 * ceil_div(inner, 128);
@@ -211,7 +213,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     const Maps maps{&dz, &down, &up, &codes, &held, &beside};
     if (me.warp == 0) produce(maps, rows, chunks, ring);
     if (me.warp == 1) produce_dz(maps, rows, smem, bar, me.rank);
-    if (me.warp == 2) produce_codes(maps, rows, inner, chunks, smem, bar, me.rank);
+    if (me.warp == 2) produce_codes(maps, {r, dresidual, dy, rows}, inner, chunks, smem, bar, me);
   } else {
     registers_up<240>();
     Work w{&du, smem, smem + DZ + me.group * ROWS_BYTES, smem + CODES + me.group * 2 * CODE_TILE_BYTES + code_place(me),
