@@ -33,7 +33,7 @@ struct Work {
 
 // da = dz Wdown for 64 inner columns, under way.
 RL_D void multiply_down(float (&da)[32], u32 dz, u32 weight) {
-  const u64 a = operand_k_major(dz), b = operand_mn_major(weight, PANEL_BYTES);
+  const u64 a = operand_k_major(afresh(dz)), b = operand_mn_major(weight, PANEL_BYTES);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < 16; ++step)  // an operand's address is in units of 16 bytes
@@ -50,8 +50,8 @@ RL_D void multiply_up(float (&dh)[WIDTH / 2], const u32 (&du)[4][4], u32 weight)
   wgmma_commit();
 }
 
-// da · gelu'(u), in da's place.
-RL_D void differentiate(float (&da)[32], u32 codes) {
+// du = da · gelu'(u), as operands.
+RL_D void differentiate(u32 (&du)[4][4], const float (&da)[32], u32 codes) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     u32 code[4];
@@ -61,8 +61,8 @@ RL_D void differentiate(float (&da)[32], u32 codes) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const u32 slopes = h ? decode_slopes<1>(code[n]) : decode_slopes<0>(code[n]);
-        float* d = da + 8 * (2 * i + n / 2) + 4 * h + 2 * (n % 2);
-        d[0] *= half_low(slopes), d[1] *= half_high(slopes);
+        const float* d = da + 8 * (2 * i + n / 2) + 4 * h + 2 * (n % 2);
+        du[2 * i + n / 2][2 * h + n % 2] = pack_pair(d[0] * half_low(slopes), d[1] * half_high(slopes));
       }
   }
 }
@@ -86,18 +86,13 @@ RL_D void send(const Work& w, int column, const Place& me) {
 }
 
 // Chunk k of 64 inner columns, whose da is there; da of the next takes its place, by slot DOWN, if there is one. Up's weights
-// are in slot UP, with `phase`; those of the chunk before, whose products are under way, in slot BEFORE.
+// are in slot UP, with `phase`. The products with `old`, du of the chunk before, are under way, from slot BEFORE.
 template <bool NEXT, int DOWN, int UP, int BEFORE>
-RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], int k, u32 phase, const Work& w, const Place& me) {
+RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], u32 (&old)[4][4], int k, u32 phase, const Work& w,
+                const Place& me) {
   const int buffer = BEFORE == 0 ? 0 : 1;
   barrier_wait(w.bar.codes_full(me.group, buffer), w.codes_phase);
-  differentiate(da, w.codes + buffer * CODE_TILE_BYTES);
-  wgmma_touch(da);  // before the wait
-  wgmma_wait<0>();
-  wgmma_touch(du);
-  if ((BEFORE > 0 || k > 0) && me.lane == 0) w.ring.release(BEFORE);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) du[i / 4][i % 4] = pack_pair(da[2 * i], da[2 * i + 1]);
+  differentiate(du, da, w.codes + buffer * CODE_TILE_BYTES);
   stage(du, w, me);
   if (NEXT) {
     barrier_wait(w.bar.full(DOWN), w.phase);
@@ -105,6 +100,9 @@ RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], int k,
   }
   barrier_wait(w.bar.full(UP), phase);
   multiply_up(dh, du, w.smem + UP * SLOT_BYTES);
+  wgmma_wait<1 + NEXT>();
+  wgmma_touch(old);
+  if ((BEFORE > 0 || k > 0) && me.lane == 0) w.ring.release(BEFORE);
   send(w, 64 * k, me);
   if (me.lane == 0) barrier_arrive(w.bar.codes_empty(me.group, buffer));  // all of them have been used
   if (NEXT) {
@@ -117,7 +115,7 @@ RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], int k,
 // dh of a tile; the last chunk's weights are left in slot 3.
 RL_D void multiply(float (&dh)[WIDTH / 2], int chunks, int round, Work& w, const Place& me) {
   float da[32];
-  u32 du[4][4] = {};
+  u32 even[4][4], odd[4][4] = {};  // du
   barrier_wait(w.bar.dz_full(me.group), round & 1);
   barrier_wait(w.bar.full(0), w.phase);
   multiply_down(da, w.dz, w.smem);
@@ -132,18 +130,18 @@ RL_D void multiply(float (&dh)[WIDTH / 2], int chunks, int round, Work& w, const
   if (me.lane == 0) w.ring.release(0);
 #pragma unroll 1
   for (int k = 0;; k += 2, w.phase ^= 1, w.codes_phase ^= 1) {
-    chunk<true, 1, 2, 0>(dh, da, du, k, w.phase, w, me);
+    chunk<true, 1, 2, 0>(dh, da, even, odd, k, w.phase, w, me);
     if (k + 2 == chunks) {
       if (me.lane == 0) barrier_arrive(w.bar.dz_empty(me.group));
-      chunk<false, 0, 3, 2>(dh, da, du, k + 1, w.phase, w, me);
+      chunk<false, 0, 3, 2>(dh, da, odd, even, k + 1, w.phase, w, me);
       break;
     }
-    chunk<true, 3, 0, 2>(dh, da, du, k + 1, w.phase ^ 1, w, me);
+    chunk<true, 3, 0, 2>(dh, da, odd, even, k + 1, w.phase ^ 1, w, me);
   }
   w.phase ^= 1, w.codes_phase ^= 1;
   wgmma_wait<0>();
   wgmma_touch(dh);
-  wgmma_touch(du);
+  wgmma_touch(odd);
   if (me.lane == 0) w.ring.release(3);
 }
 
