@@ -83,12 +83,84 @@ def edit(path, *changes):
     path.write_text(text)
 
 
+def edit_shared(folder):
+    """What both of the MLP's kernels for many rows have."""
+    edit(
+        folder / "many.cuh",
+        ("struct Place {\n", CLOCK + "struct Place {\n  mutable Clock clock;\n"),
+        ("    return {warp_uniform(thread / 128)", "    return {Clock{Clock::now()}, warp_uniform(thread / 128)"),
+        ("  u32 peer;\n  int slot = 0;", "  u32 peer;\n  Clock clock;\n  int slot = 0;"),
+    )
+
+
+HIDDEN = {
+    0: "set-up",
+    2: "dz and first weights",
+    14: "first da",
+    6: "codes",
+    7: "du",
+    1: "down's weights",
+    5: "up's weights",
+    3: "dh before",
+    8: "du leaves",
+    4: "da",
+    11: "dresidual, r",
+    10: "pass 1",
+    9: "pass 2",
+}
+
+
+def edit_hidden(folder):
+    """Clocks for mlp_many."""
+    edit(
+        folder / "mlp_many.cuh",
+        ("Ring ring) {\n  // Half", "Ring ring) {\n  ring.clock.start();\n  // Half"),
+        (
+            "    ring.begin();\n    if (elected()) {\n      ring.announce(SLOT_BYTES);\n",
+            "    ring.begin();\n    ring.clock.mark(0);\n    if (elected()) {\n      ring.announce(SLOT_BYTES);\n"
+            "      Clock::issued(ring.slot);\n",
+        ),
+        ("    }\n    ring.advance();\n", "    }\n    ring.clock.mark(1);\n    ring.advance();\n"),
+        ("      ring.begin();\n      if (!elected()) continue;\n", "      ring.begin();\n      ring.clock.mark(2);\n      if (!elected()) continue;\n"),
+    )
+    edit(
+        folder / "mlp_many.cu",
+        ("  differentiate(du, da,", "  me.clock.mark(6);\n  differentiate(du, da,"),
+        ("  stage(du, w, me);\n", "  stage(du, w, me);\n  me.clock.mark(7);\n"),
+        (
+            "    multiply_down(da, w.dz, w.smem + DOWN",
+            "    me.clock.mark_filled(1, DOWN);\n    multiply_down(da, w.dz, w.smem + DOWN",
+        ),
+        ("  multiply_up(dh, du, w", "  me.clock.mark(5);\n  multiply_up(dh, du, w"),
+        ("  wgmma_touch(old);\n", "  wgmma_touch(old);\n  me.clock.mark(3);\n"),
+        ("  if (NEXT) {\n    wgmma_wait<1>();\n", "  me.clock.mark(8);\n  if (NEXT) {\n    wgmma_wait<1>();\n    me.clock.mark(4);\n"),
+        ("  multiply_down(da, w.dz, w.smem);\n", "  me.clock.mark(2);\n  multiply_down(da, w.dz, w.smem);\n"),
+        ("  if (me.lane == 0) w.ring.release(0);\n", "  if (me.lane == 0) w.ring.release(0);\n  me.clock.mark(14);\n"),
+        ("  wgmma_touch(dh);\n", "  wgmma_touch(dh);\n  me.clock.mark(3);\n"),
+        ("  const Line line = sum", "  me.clock.mark(11);\n  const Line line = sum"),
+        ("  pass_on(held ^ 1, w, me);\n", "  pass_on(held ^ 1, w, me);\n  me.clock.mark(10);\n"),
+        ("      w.phase ^= 1;\n", "      w.phase ^= 1;\n      me.clock.mark(9), Clock::add(15, 1);\n"),
+        ("  const Place me = Place::here();\n", "  Clock::clear();\n  const Place me = Place::here();\n"),
+        ("  const Ring ring(smem, bar, me.rank);\n", "  me.clock.mark(0);\n  const Ring ring(smem, bar, me.rank);\n"),
+        ("  sync_warp();\n  cluster_leave();", "  sync_warp();\n  Clock::dump();\n  cluster_leave();"),
+    )
+
+
+def hidden_sources():
+    """Copies of the kernel that makes both of the MLP's input gradients, with clocks."""
+    root = Path(many.__file__).parents[1]
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name in ("mlp", "linear"):
+        shutil.copytree(root / name, FOLDER / name)
+    edit_shared(FOLDER / "mlp")
+    edit_hidden(FOLDER / "mlp")
+
+
 def edit_many(folder):
     """Clocks for project_many."""
+    edit_shared(folder)
     edit(
         folder / "project_many.cuh",
-        ("struct Place {\n", CLOCK + "struct Place {\n  mutable Clock clock;\n"),
-        ("  u32 peer;\n  int slot = 0;", "  u32 peer;\n  Clock clock;\n  int slot = 0;"),
         ("Chunk chunk, Beside beside) {\n", "Chunk chunk, Beside beside) {\n  ring.clock.start();\n"),
         ("      ring.begin();\n", "      ring.begin();\n      ring.clock.mark(0);\n", 2),
         (
@@ -127,7 +199,7 @@ def edit_many(folder):
             "  const Ring own = own_slot(ring, me);\n",
             "  me.clock.mark(7);\n  const Ring own = own_slot(ring, me);\n  me.clock.mark(8);\n",
         ),
-        ("  const Place me{warp", "  Clock::clear();\n  const Place me{Clock{Clock::now()}, warp"),
+        ("  const Place me = Place::here();\n", "  Clock::clear();\n  const Place me = Place::here();\n"),
         ("  wait_for_previous();\n", "  me.clock.mark(0);\n  wait_for_previous();\n  me.clock.mark(10);\n"),
         (
             "#if BACKWARD\n      Statistics",
@@ -216,13 +288,13 @@ PRODUCER = {0: "wait for a free slot", 1: "copies", 2: "ahead", 3: "next tile's"
 WHO = ("weights/x", "held/dy", "rows/sums", "group 0", "group 1")
 
 
-def told(title, trace, us, per):
+def told(title, trace, us, per, consumer=CONSUMER):
     """Prints where each warp's cycles went, over all blocks, per tile or chunk."""
     x = trace.view(132, ACTORS, COUNTERS).double().cpu()
     print(f"{title}: {us:.1f} us with clocks", flush=True)
     lines = {}
     for actor, who in enumerate(WHO):
-        names = CONSUMER if actor > 2 else PRODUCER
+        names = consumer if actor > 2 else PRODUCER
         count = x[:, 3 if actor < 3 else actor, 15].mean().item()
         sums = x[:, actor].mean(0)
         if not sums.any() or not count:

@@ -40,7 +40,8 @@ class Choices:
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
         joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
-            "qkv", or of "hidden" in place of up: down's and up's as one kernel (with `coded`, and multiples of 32 rows).
+            "qkv", or in place of up's of "hidden": down's and up's as one kernel (with `coded`, and multiples of 32
+            rows).
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS),
             "cuda" (in fp32, by the tensor cores in fp64), "residual" (and the residual written by down).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
@@ -101,10 +102,10 @@ def settle(choices: Choices, plan: StoragePlan) -> Choices:
     choices = replace(choices, rows=choices.rows - {"mlp"})
     if not plan.preactivation:
         return choices
-    return replace(choices, mlp="torch", folded=False, joined=_parted(choices.joined))
+    return replace(choices, mlp="torch", folded=False, joined=parted(choices.joined))
 
 
-def _parted(joined: frozenset[str]) -> frozenset[str]:
+def parted(joined: frozenset[str]) -> frozenset[str]:
     """The same without the kernel that makes both of the MLP's input gradients."""
     return joined - {"hidden"} | {"up"} if "hidden" in joined else joined
 
@@ -118,7 +119,7 @@ def _joined(config: DecoderConfig, dtype: torch.dtype, rows: int) -> frozenset[s
     """Products that take their joins with them, of many rows."""
     if config.width != JOINED_WIDTH or config.dropout:
         return frozenset()
-    return JOINED if dtype == torch.bfloat16 and rows % TURNED == 0 else _parted(JOINED)
+    return JOINED if dtype == torch.bfloat16 and rows % TURNED == 0 else parted(JOINED)
 
 
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
