@@ -1,6 +1,7 @@
 """The MLP's input gradients for many rows (ops/mlp/mlp_many.cu): the whole kernel on the host, compilation."""
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from ops.product_cases import code_lines, coded, decoded
 from ops.test_mlp_many import EPS, close, normed
-from ridgeline.ops.linear.codes import LINE, LINES
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.linear.codes import LINE, LINES, codes_empty
 from ridgeline.ops.mlp import many
+from ridgeline.ops.mlp.kernels import JoinGradient
+from ridgeline.ops.norm.reference import NormKind
 
 SOURCE = """#include "mlp_many.cu"
 extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, int grid, int seed, int late) {
@@ -68,3 +72,40 @@ def test_the_mlp_matches_float64(emulation: Any, N: int, F: int, rms: bool, late
     slope = decoded(codes, N, F, streaming=False)
     check(rms, dz, down, up, slope, scale, r, dresidual, du, dr, partials[:, : kinds * 256])
     assert partials[:, kinds * 256 :].isnan().all()
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+@pytest.mark.parametrize("rms", [False, True])
+def test_compiles_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rms: bool) -> None:
+    monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
+    cubin = cuda.build(many.MLP_SOURCE, many.mlp_macros(torch.bfloat16, rms=rms, norm_bias=not rms))
+    (resources,) = cubin.resources().values()
+    assert (resources.spill_loads, resources.spill_stores) == (0, 0)
+    assert "C75" not in cubin.log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("N", "F", "rms"), [(70016, 1024, False), (992, 328, True)])
+def test_the_mlp_on_the_card(N: int, F: int, rms: bool) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    torch.manual_seed(N)
+    normal = lambda *shape, scale=1.0: (torch.randn(*shape, device="cuda") * scale).bfloat16()  # noqa: E731
+    nan = lambda *shape: torch.full(shape, float("nan"), device="cuda")  # noqa: E731
+    dz, down, up, scale = normal(N, 256), normal(256, F, scale=1 / 16), normal(F, 256, scale=F**-0.5), normal(256) + 1
+    r, dresidual, du, dr = normal(N, 256) + 0.3, normal(N, 256), nan(N, F).bfloat16(), nan(N, 256).bfloat16()
+    codes = coded(torch.rand(N, F) * 1.26 - 0.13, streaming=False)
+    mean, rstd = statistics(r, rms)
+    partials = nan(many.mlp_partial_rows(N, dz.device), (2 - rms) * 256)
+    kind: NormKind = "rmsnorm" if rms else "layernorm"
+    join = JoinGradient(kind, scale, r, mean, rstd, dresidual, dr, None, partials, not rms, False, None)
+    many.mlp_many_backward_raw(dz, down, up, codes.cuda(), du, join)
+    slope = decoded(codes, N, F, streaming=False).cuda()
+    check(rms, dz, down, up, slope, scale, r, dresidual, du, dr, partials)
+
+
+def test_what_the_kernel_does_not_know_is_refused() -> None:
+    rows, weight = torch.zeros(40, 256).bfloat16(), torch.zeros(64, 256).bfloat16()
+    join = JoinGradient("rmsnorm", weight[0], rows, None, rows[:, 0], rows, rows, None, rows, False, False, None)
+    with pytest.raises(ValueError, match="multiples of 32 rows"):
+        many.mlp_many_backward_raw(rows, weight.t().contiguous(), weight, codes_empty(rows, 40, 64), rows, join)

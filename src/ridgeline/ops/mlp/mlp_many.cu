@@ -167,22 +167,24 @@ RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, 
                const Work& w, const Place& me) {
   statistics.finish();
   const int beside = me.group, held = 2 + me.group;
-  const Lines lines(w.smem + held * SLOT_BYTES, me), added(w.smem + beside * SLOT_BYTES, me);
+  Place here = me;  // of which addresses are made here: they would take registers from the products
+  here.lane = static_cast<int>(afresh(me.lane));
+  const Lines lines(w.smem + held * SLOT_BYTES, here), added(w.smem + beside * SLOT_BYTES, here);
   if (me.lane == 0) store_wait_read<0>();  // the panel takes the sums
   sync_warp();
   barrier_wait(w.bar.full(beside), w.phase);
   pass_on(beside ^ 1, w, me);
   barrier_wait(w.bar.full(held), w.phase);
-  const Line line = sum_rows<true>(dh, statistics, vector, lines, added, me, [&](int kind, int i, float sum) {
-    store_shared(w.panel + (kind * WIDTH + 32 * i + sum_column(me)) * 4, sum);
+  const Line line = sum_rows<true>(dh, statistics, vector, lines, added, here, [&](int kind, int i, float sum) {
+    store_shared(w.panel + (kind * WIDTH + 32 * i + sum_column(here)) * 4, sum);
   });
   fence_async();  // an arrival may overtake reads
   sync_warp();
   if (me.lane == 0) w.ring.release(beside);
   pass_on(held ^ 1, w, me);
-  finish_rows<true>(dh, line, statistics, lines, added, me,
-                    [&](u32 from, int column) { store_sixteen(dr, from, column, w.row, me); });
-  add_sums(partials, first, w.panel, me);  // behind the fences, which wait for stores
+  finish_rows<true>(dh, line, statistics, lines, added, here,
+                    [&](u32 from, int column) { store_sixteen(dr, from, column, w.row, here); });
+  add_sums(partials, first, w.panel, here);  // behind the fences, which wait for stores
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
