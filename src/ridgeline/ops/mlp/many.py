@@ -140,8 +140,7 @@ def mlp_many_backward_raw(
     Raises:
         ValueError: rows, slopes or a join that the kernel does not know.
     """
-    N, C = dz_NC.shape
-    F = len(up_FC)
+    N, F = len(dz_NC), len(up_FC)
     if join.masks is not None or join.dresidual_NC is None or join.branch_bias or N % TURNED or not is_coded(codes):
         raise ValueError(
             "the MLP's kernel for many rows takes multiples of 32 rows, slopes in codes, and a join with a residual, "
@@ -156,5 +155,4 @@ def mlp_many_backward_raw(
         sixteen(join.dr_NC), join.r_NC, join.dresidual_NC, dz_NC, join.weight_C, join.mean_N, join.rstd_N,
         join.partials_PW, join.partials_PW.stride(0), N, F,
     )  # fmt: skip
-    with product_scope("input_gradient", N, C, 2 * F):
-        kernel.launch((blocks(N, dz_NC.device),), THREADS, MLP_SMEM, arguments)
+    kernel.launch((blocks(N, dz_NC.device),), THREADS, MLP_SMEM, arguments)
