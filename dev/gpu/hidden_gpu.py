@@ -11,11 +11,13 @@ A process a model and part, so that one that fails takes no other with it.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import many_trace_gpu as trace
 import torch
 
 from ridgeline.ops import _cuda as cuda
@@ -28,6 +30,21 @@ OUT = Path(os.environ.get("OUT", "/tmp"))
 SOURCE, MACROS = many.MLP_SOURCE, many.mlp_macros
 FORMS = {"one": {}, "one, nothing ahead": {"AHEAD": 0}}
 PARTS = ("check", "stress", "clocks")
+CONSUMER = {
+    0: "set-up",
+    2: "dz and first weights",
+    14: "first da",
+    6: "codes",
+    7: "du",
+    1: "down's weights",
+    5: "up's weights",
+    3: "dh before",
+    8: "du leaves",
+    4: "da",
+    11: "dresidual, r",
+    10: "pass 1",
+    9: "pass 2",
+}
 
 
 def take(**changes):
@@ -155,9 +172,7 @@ def stress(name, end):
 
 def clocks(name, end):
     import many_kernels as m
-    import many_trace_gpu as trace
-
-    trace.hidden_sources()
+    sources()
     words = torch.zeros(trace.SIZE, dtype=torch.int32, device="cuda")
     many.MLP_SOURCE = trace.FOLDER / "mlp/mlp_many.cu"
     case = Case(name)
@@ -168,14 +183,58 @@ def clocks(name, end):
         words.zero_()
         graph.replay()
         torch.cuda.synchronize()
-        trace.told(f"{name}, {key}", words, us, "tile", trace.HIDDEN)
+        trace.told(f"{name}, {key}", words, us, "tile", CONSUMER)
+
+
+def clocks_in(folder):
+    """Clocks for mlp_many."""
+    trace.edit(
+        folder / "mlp_many.cuh",
+        ("Ring ring) {\n  // Half", "Ring ring) {\n  ring.clock.start();\n  // Half"),
+        (
+            "    ring.begin();\n    if (elected()) {\n      ring.announce(SLOT_BYTES);\n",
+            "    ring.begin();\n    ring.clock.mark(0);\n    if (elected()) {\n      ring.announce(SLOT_BYTES);\n"
+            "      Clock::issued(ring.slot);\n",
+        ),
+        ("    }\n    ring.advance();\n", "    }\n    ring.clock.mark(1);\n    ring.advance();\n"),
+        ("      ring.begin();\n      if (!elected()) continue;\n", "      ring.begin();\n      ring.clock.mark(2);\n      if (!elected()) continue;\n"),
+    )
+    trace.edit(
+        folder / "mlp_many.cu",
+        ("  differentiate(du, da,", "  me.clock.mark(6);\n  differentiate(du, da,"),
+        ("  stage(du, w, me);\n", "  stage(du, w, me);\n  me.clock.mark(7);\n"),
+        (
+            "    multiply_down(da, w.dz, w.smem + DOWN",
+            "    me.clock.mark_filled(1, DOWN);\n    multiply_down(da, w.dz, w.smem + DOWN",
+        ),
+        ("  multiply_up(dh, du, w", "  me.clock.mark(5);\n  multiply_up(dh, du, w"),
+        ("  wgmma_touch(old);\n", "  wgmma_touch(old);\n  me.clock.mark(3);\n"),
+        ("  if (NEXT) {\n    wgmma_wait<1>();\n", "  me.clock.mark(8);\n  if (NEXT) {\n    wgmma_wait<1>();\n    me.clock.mark(4);\n"),
+        ("  multiply_down(da, w.dz, w.smem);\n", "  me.clock.mark(2);\n  multiply_down(da, w.dz, w.smem);\n"),
+        ("  if (me.lane == 0) w.ring.release(0);\n", "  if (me.lane == 0) w.ring.release(0);\n  me.clock.mark(14);\n"),
+        ("  wgmma_touch(dh);\n", "  wgmma_touch(dh);\n  me.clock.mark(3);\n"),
+        ("  const Line line = sum", "  me.clock.mark(11);\n  const Line line = sum"),
+        ("  pass_on(held ^ 1, w, me);\n", "  pass_on(held ^ 1, w, me);\n  me.clock.mark(10);\n"),
+        ("      w.phase ^= 1;\n", "      w.phase ^= 1;\n      me.clock.mark(9), Clock::add(15, 1);\n"),
+        ("  const Place me = Place::here();\n", "  Clock::clear();\n  const Place me = Place::here();\n"),
+        ("  const Ring ring(smem, bar, me.rank);\n", "  me.clock.mark(0);\n  const Ring ring(smem, bar, me.rank);\n"),
+        ("  sync_warp();\n  cluster_leave();", "  sync_warp();\n  Clock::dump();\n  cluster_leave();"),
+    )
+
+
+def sources():
+    """Copies of the kernel that makes both of the MLP's input gradients, with clocks."""
+    root = Path(many.__file__).parents[1]
+    shutil.rmtree(trace.FOLDER, ignore_errors=True)
+    for name in ("mlp", "linear"):
+        shutil.copytree(root / name, trace.FOLDER / name)
+    trace.edit_shared(trace.FOLDER / "mlp")
+    clocks_in(trace.FOLDER / "mlp")
 
 
 def build():
     """Every form, as it is and with clocks."""
-    import many_trace_gpu as trace
-
-    trace.hidden_sources()
+    sources()
     for rms in (False, True):
         for key, changes in FORMS.items():
             for source, more in ((SOURCE, {}), (trace.FOLDER / "mlp/mlp_many.cu", {"TRACE": "140000000100ull"})):

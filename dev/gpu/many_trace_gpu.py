@@ -93,69 +93,6 @@ def edit_shared(folder):
     )
 
 
-HIDDEN = {
-    0: "set-up",
-    2: "dz and first weights",
-    14: "first da",
-    6: "codes",
-    7: "du",
-    1: "down's weights",
-    5: "up's weights",
-    3: "dh before",
-    8: "du leaves",
-    4: "da",
-    11: "dresidual, r",
-    10: "pass 1",
-    9: "pass 2",
-}
-
-
-def edit_hidden(folder):
-    """Clocks for mlp_many."""
-    edit(
-        folder / "mlp_many.cuh",
-        ("Ring ring) {\n  // Half", "Ring ring) {\n  ring.clock.start();\n  // Half"),
-        (
-            "    ring.begin();\n    if (elected()) {\n      ring.announce(SLOT_BYTES);\n",
-            "    ring.begin();\n    ring.clock.mark(0);\n    if (elected()) {\n      ring.announce(SLOT_BYTES);\n"
-            "      Clock::issued(ring.slot);\n",
-        ),
-        ("    }\n    ring.advance();\n", "    }\n    ring.clock.mark(1);\n    ring.advance();\n"),
-        ("      ring.begin();\n      if (!elected()) continue;\n", "      ring.begin();\n      ring.clock.mark(2);\n      if (!elected()) continue;\n"),
-    )
-    edit(
-        folder / "mlp_many.cu",
-        ("  differentiate(du, da,", "  me.clock.mark(6);\n  differentiate(du, da,"),
-        ("  stage(du, w, me);\n", "  stage(du, w, me);\n  me.clock.mark(7);\n"),
-        (
-            "    multiply_down(da, w.dz, w.smem + DOWN",
-            "    me.clock.mark_filled(1, DOWN);\n    multiply_down(da, w.dz, w.smem + DOWN",
-        ),
-        ("  multiply_up(dh, du, w", "  me.clock.mark(5);\n  multiply_up(dh, du, w"),
-        ("  wgmma_touch(old);\n", "  wgmma_touch(old);\n  me.clock.mark(3);\n"),
-        ("  if (NEXT) {\n    wgmma_wait<1>();\n", "  me.clock.mark(8);\n  if (NEXT) {\n    wgmma_wait<1>();\n    me.clock.mark(4);\n"),
-        ("  multiply_down(da, w.dz, w.smem);\n", "  me.clock.mark(2);\n  multiply_down(da, w.dz, w.smem);\n"),
-        ("  if (me.lane == 0) w.ring.release(0);\n", "  if (me.lane == 0) w.ring.release(0);\n  me.clock.mark(14);\n"),
-        ("  wgmma_touch(dh);\n", "  wgmma_touch(dh);\n  me.clock.mark(3);\n"),
-        ("  const Line line = sum", "  me.clock.mark(11);\n  const Line line = sum"),
-        ("  pass_on(held ^ 1, w, me);\n", "  pass_on(held ^ 1, w, me);\n  me.clock.mark(10);\n"),
-        ("      w.phase ^= 1;\n", "      w.phase ^= 1;\n      me.clock.mark(9), Clock::add(15, 1);\n"),
-        ("  const Place me = Place::here();\n", "  Clock::clear();\n  const Place me = Place::here();\n"),
-        ("  const Ring ring(smem, bar, me.rank);\n", "  me.clock.mark(0);\n  const Ring ring(smem, bar, me.rank);\n"),
-        ("  sync_warp();\n  cluster_leave();", "  sync_warp();\n  Clock::dump();\n  cluster_leave();"),
-    )
-
-
-def hidden_sources():
-    """Copies of the kernel that makes both of the MLP's input gradients, with clocks."""
-    root = Path(many.__file__).parents[1]
-    shutil.rmtree(FOLDER, ignore_errors=True)
-    for name in ("mlp", "linear"):
-        shutil.copytree(root / name, FOLDER / name)
-    edit_shared(FOLDER / "mlp")
-    edit_hidden(FOLDER / "mlp")
-
-
 def edit_many(folder):
     """Clocks for project_many."""
     edit_shared(folder)
