@@ -18,6 +18,11 @@ struct Place {
     const int thread = threadIdx.x;
     return {warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32, cluster_rank()};
   }
+  RL_D Place afresh() const {  // see rl::afresh
+    Place place = *this;
+    place.lane = static_cast<int>(rl::afresh(lane));
+    return place;
+  }
 };
 // The pairs of tiles that a cluster works on; `row`: the first of this block's tile. The last rows come first: the kernel
 // before, which goes the other way, has left them in L2, as this one leaves the first rows to the one behind it.

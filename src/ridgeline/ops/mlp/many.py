@@ -110,7 +110,7 @@ def project_many_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradie
 def mlp_macros(dtype: torch.dtype, *, rms: bool, norm_bias: bool) -> dict[str, int]:
     """What the compiler is asked for."""
     fp16 = int(dtype == torch.float16)
-    return {"STAGES": MLP_STAGES, "AHEAD": 1, "RMS": int(rms), "NORM_BIAS": int(norm_bias), "RL_FP16": fp16}
+    return {"STAGES": MLP_STAGES, "AHEAD": 0, "RMS": int(rms), "NORM_BIAS": int(norm_bias), "RL_FP16": fp16}
 
 
 def turned(x_NK: Tensor, rows: int) -> tuple[Tensor, tuple[int, int, int, int]]:

@@ -69,12 +69,12 @@ RL_D void differentiate(u32 (&du)[4][4], const float (&da)[32], u32 codes) {
 
 // du of a chunk of 64 columns into the warp's panel, and from there to memory.
 RL_D void stage(const u32 (&du)[4][4], const Work& w, const Place& me) {
-  const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
+  const u32 lane = afresh(me.lane), line = w.panel + lane % 16 * 128, turn = (lane / 16 ^ lane % 8) << 4;
   if (me.lane == 0) store_wait_read<0>();  // what the panel held has left
   sync_warp();
 #pragma unroll
   for (int step = 0; step < 4; ++step)
-    store_matrices(w.panel + swizzle128(panel_row, 2 * step + matrix / 2), du[step][0], du[step][1], du[step][2], du[step][3]);
+    store_matrices(line + (step * 32 ^ turn), du[step][0], du[step][1], du[step][2], du[step][3]);
 }
 RL_D void send(const Work& w, int column, const Place& me) {
   fence_async();
@@ -86,7 +86,8 @@ RL_D void send(const Work& w, int column, const Place& me) {
 }
 
 // Chunk k of 64 inner columns, whose da is there; da of the next takes its place, by slot DOWN, if there is one. Up's weights
-// are in slot UP, with `phase`. The products with `old`, du of the chunk before, are under way, from slot BEFORE.
+// are in slot UP, with `phase`. The products with `old`, du of the chunk before, are under way, from slot BEFORE. A slot is
+// given back as soon as its products are done, not behind the next ones.
 template <bool NEXT, int DOWN, int UP, int BEFORE>
 RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], u32 (&old)[4][4], int k, u32 phase, const Work& w,
                 const Place& me) {
@@ -94,21 +95,26 @@ RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], u32 (&
   barrier_wait(w.bar.codes_full(me.group, buffer), w.codes_phase);
   differentiate(du, da, w.codes + buffer * CODE_TILE_BYTES);
   stage(du, w, me);
+  if (me.lane == 0) barrier_arrive(w.bar.codes_empty(me.group, buffer));  // all of them are in what has been staged
   if (NEXT) {
     barrier_wait(w.bar.full(DOWN), w.phase);
     multiply_down(da, w.dz, w.smem + DOWN * SLOT_BYTES);
   }
-  barrier_wait(w.bar.full(UP), phase);
-  multiply_up(dh, du, w.smem + UP * SLOT_BYTES);
-  wgmma_wait<1 + NEXT>();
+  wgmma_wait<NEXT>();
   wgmma_touch(old);
   if ((BEFORE > 0 || k > 0) && me.lane == 0) w.ring.release(BEFORE);
+  const bool early = NEXT && !warp_uniform(barrier_ready(w.bar.full(UP), phase));
+  if (early) {
+    wgmma_wait<0>();
+    if (me.lane == 0) w.ring.release(DOWN);
+  }
+  barrier_wait(w.bar.full(UP), phase);
+  multiply_up(dh, du, w.smem + UP * SLOT_BYTES);
   send(w, 64 * k, me);
-  if (me.lane == 0) barrier_arrive(w.bar.codes_empty(me.group, buffer));  // all of them have been used
   if (NEXT) {
     wgmma_wait<1>();
     wgmma_touch(da);
-    if (me.lane == 0) w.ring.release(DOWN);
+    if (!early && me.lane == 0) w.ring.release(DOWN);
   }
 }
 
@@ -163,12 +169,11 @@ RL_D void add_sums(float* partials, bool first, u32 panel, const Place& me) {
   }
 }
 
-RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, u32 vector, bool first, const TensorMap* dr,
-               const Work& w, const Place& me) {
+RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, i64 stride, u32 vector, bool first,
+               const TensorMap* dr, const Work& w, const Place& me) {
   statistics.finish();
   const int beside = me.group, held = 2 + me.group;
-  Place here = me;  // of which addresses are made here: they would take registers from the products
-  here.lane = static_cast<int>(afresh(me.lane));
+  const Place here = me.afresh();  // addresses of it are made here: they would take registers from the products
   const Lines lines(w.smem + held * SLOT_BYTES, here), added(w.smem + beside * SLOT_BYTES, here);
   if (me.lane == 0) store_wait_read<0>();  // the panel takes the sums
   sync_warp();
@@ -184,7 +189,7 @@ RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, 
   pass_on(held ^ 1, w, me);
   finish_rows<true>(dh, line, statistics, lines, added, here,
                     [&](u32 from, int column) { store_sixteen(dr, from, column, w.row, here); });
-  add_sums(partials, first, w.panel, here);  // behind the fences, which wait for stores
+  add_sums(partials + static_cast<int>(afresh(blockIdx.x * 8 + 4 * me.group + me.warp)) * stride, first, w.panel, here);  // behind the fences, which wait for stores
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
@@ -212,8 +217,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     registers_down<24>();
     const Maps maps{&dz, &down, &up, &codes, &held, &beside};
     if (me.warp == 0) produce(maps, rows, chunks, ring);
-    if (me.warp == 1) produce_dz(maps, rows, smem, bar, me.rank);
-    if (me.warp == 2) produce_codes(maps, {r, dresidual, dy, rows}, inner, chunks, smem, bar, me);
+    if (me.warp == 1) produce_codes(maps, {r, dresidual, dy, rows}, inner, chunks, smem, bar, me);
   } else {
     registers_up<240>();
     Work w{&du, smem, smem + DZ + me.group * ROWS_BYTES, smem + CODES + me.group * 2 * CODE_TILE_BYTES + code_place(me),
@@ -223,8 +227,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       w.row = tiles.row() + 64 * me.group;
       multiply(dh, chunks, tiles.round, w, me);
       Statistics statistics;
-      statistics.load(mean, rstd, w.row + row_of(me), 2, rows);
-      join(dh, statistics, partials + (blockIdx.x * 8 + 4 * me.group + me.warp) * stride, vector, tiles.round == 0, &dr, w, me);
+      statistics.load(mean, rstd, w.row + row_of(me.afresh()), 2, rows);
+      join(dh, statistics, partials, stride, vector, tiles.round == 0, &dr, w, me);
       w.phase ^= 1;
     }
     if (me.lane == 0) store_wait<0>();

@@ -32,7 +32,7 @@ RL_D int row_of(const Place& me) { return 32 * (me.warp / 2) + 4 * (me.warp % 2)
 
 // 64 rows from `row` on.
 RL_D void copy_rows(u32 target, const TensorMap* map, int row, u32 barrier) {
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < 2 * PANELS; ++i)
     copy_4d(target + i * (PANEL_BYTES / 2), map, i / 2 * 64, 0, 0, (row + i % 2 * 32) / 2, barrier);
 }
@@ -55,7 +55,19 @@ struct Maps {
   const TensorMap *dz, *down, *up, *codes, *held, *beside;  // of rank 4: dz, held (r) and beside (dresidual)
 };
 
-// A warp's way through the ring, one of its lanes elected to start what comes into a free slot.
+// A tile's rows of dz, if there is one.
+RL_D void fetch_dz(const Maps& maps, const Tiles& tiles, const Ring& ring) {
+#pragma unroll 1
+  for (int group = 0; group < 2 * tiles.valid(); ++group) {
+    barrier_wait(ring.bar.dz_empty(group), (tiles.round & 1) ^ 1);
+    if (!elected()) continue;
+    barrier_expect(ring.bar.dz_full(group), ROWS_BYTES);
+    copy_rows(ring.smem + DZ + group * ROWS_BYTES, maps.dz, tiles.row() + 64 * group, ring.bar.dz_full(group));
+  }
+}
+
+// A warp's way through the ring, one of its lanes elected to start what comes into a free slot. dz of the next tile comes
+// behind what this one's end waits for.
 RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
   // Half of a weight's 64 inner columns, into both blocks: x, y of panel `n` of four.
   const auto fill = [&](const TensorMap* map, int x, int y, int step_x, int step_y) {
@@ -70,7 +82,9 @@ RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
     }
     ring.advance();
   };
-  for (Tiles tiles(rows, ring.peer ^ 1); tiles.valid(); tiles.advance()) {
+  Tiles tiles(rows, ring.peer ^ 1);
+  fetch_dz(maps, tiles, ring);
+  while (tiles.valid()) {
     fill(maps.down, 0, 0, 0, 64);
 #pragma unroll 1
     for (int k = 0; k < chunks; ++k) {
@@ -84,17 +98,9 @@ RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
       ring.announce(ROWS_BYTES);
       copy_rows(ring.address(), i < 2 ? maps.beside : maps.held, tiles.row() + 64 * (i % 2), ring.full());
     }
+    tiles.advance();
+    fetch_dz(maps, tiles, ring);
   }
-}
-
-RL_D void produce_dz(const Maps& maps, int rows, u32 smem, Barriers bar, u32 rank) {
-  for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance())
-    for (int group = 0; group < 2; ++group) {
-      barrier_wait(bar.dz_empty(group), (tiles.round & 1) ^ 1);
-      if (!elected()) continue;
-      barrier_expect(bar.dz_full(group), ROWS_BYTES);
-      copy_rows(smem + DZ + group * ROWS_BYTES, maps.dz, tiles.row() + 64 * group, bar.dz_full(group));
-    }
 }
 
 // Rows that are wanted at a tile's end and for the next one come into L2 meanwhile, by ordinary instructions: the copy engine
