@@ -56,6 +56,14 @@ struct Statistics {
 
 RL_D int sum_column(const Place& me) { return 8 * (me.lane / 8) + 2 * (me.lane % 4) + me.lane / 4 % 2; }
 
+// Where a norm's gradient goes, and its statistics.
+struct Backward {
+  const TensorMap* dr;
+  const float *mean, *rstd;
+  float* partials;  // rows [kind][column], `stride` apart
+  i64 stride;
+};
+
 // dr = dh'/ σ + slope · r + offset + dresidual, two numbers a row, where dh' = dh · weight.
 struct Line {
   float slope[2], offset[2];
@@ -104,12 +112,12 @@ RL_D Line sum_rows(float (&acc)[WIDTH / 2], const Statistics& s, u32 vector, con
   return line;
 }
 
-// dr takes the place of r, and leaves by `store`.
-template <bool ADDED, class Store>
+// dr takes the place of r, columns 8 FROM to 8 TO, and leaves by `store`.
+template <bool ADDED, int FROM, int TO, class Store>
 RL_D void finish_rows(const float (&acc)[WIDTH / 2], const Line& line, const Statistics& s, const Lines& held,
                       const Lines& beside, const Place& me, Store store) {
 #pragma unroll
-  for (int j = 0; j < 32; j += 2) {
+  for (int j = FROM; j < TO; j += 2) {
     u32 x[4], out[4];
     load_matrices(x, held.at(j));
     if (!ADDED) load_matrices(out, beside.at(j));

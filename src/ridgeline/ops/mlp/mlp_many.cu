@@ -118,13 +118,19 @@ RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], u32 (&
   }
 }
 
-// dh of a tile; the last chunk's weights are left in slot 3.
-RL_D void multiply(float (&dh)[WIDTH / 2], int chunks, int round, Work& w, const Place& me) {
-  float da[32];
+// da of a tile's first chunk, under way. If there is no such tile, of what is there, for nothing: the compiler would wait for
+// products that may be under way or not.
+RL_D void begin(float (&da)[32], bool valid, int round, u32 phase, const Work& w, const Place& me) {
+  if (valid) {
+    barrier_wait(w.bar.dz_full(me.group), round & 1);
+    barrier_wait(w.bar.full(0), phase);
+  }
+  multiply_down(da, w.dz, afresh(w.smem));
+}
+
+// dh of a tile that has begun.
+RL_D void multiply(float (&dh)[WIDTH / 2], float (&da)[32], int chunks, int round, Work& w, const Place& me) {
   u32 even[4][4], odd[4][4] = {};  // du
-  barrier_wait(w.bar.dz_full(me.group), round & 1);
-  barrier_wait(w.bar.full(0), w.phase);
-  multiply_down(da, w.dz, w.smem);
   if (round > 0 && me.lane == 0) {
     store_wait_read<0>();  // dr of the tile before
     w.ring.release(2 + me.group);
@@ -169,8 +175,9 @@ RL_D void add_sums(float* partials, bool first, u32 panel, const Place& me) {
   }
 }
 
-RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, i64 stride, u32 vector, bool first,
-               const TensorMap* dr, const Work& w, const Place& me) {
+// The next tile, if there is one, begins meanwhile.
+RL_D void join(float (&dh)[WIDTH / 2], float (&da)[32], Statistics& statistics, const Backward& p, u32 vector, int round,
+               bool last, const Work& w, const Place& me) {
   statistics.finish();
   const int beside = me.group, held = 2 + me.group;
   const Place here = me.afresh();  // addresses of it are made here: they would take registers from the products
@@ -187,9 +194,12 @@ RL_D void join(float (&dh)[WIDTH / 2], Statistics& statistics, float* partials, 
   sync_warp();
   if (me.lane == 0) w.ring.release(beside);
   pass_on(held ^ 1, w, me);
-  finish_rows<true>(dh, line, statistics, lines, added, here,
-                    [&](u32 from, int column) { store_sixteen(dr, from, column, w.row, here); });
-  add_sums(partials + static_cast<int>(afresh(blockIdx.x * 8 + 4 * me.group + me.warp)) * stride, first, w.panel, here);  // behind the fences, which wait for stores
+  const auto store = [&](u32 from, int column) { store_sixteen(p.dr, from, column, w.row, here); };
+  finish_rows<true, 0, 24>(dh, line, statistics, lines, added, here, store);
+  begin(da, !last, round + 1, w.phase ^ 1, w, me);
+  finish_rows<true, 24, 32>(dh, line, statistics, lines, added, here, store);
+  const int row = static_cast<int>(afresh(blockIdx.x * 8 + 4 * me.group + me.warp));
+  add_sums(p.partials + row * p.stride, round == 0, w.panel, here);  // behind the fences, which wait for stores
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
@@ -223,14 +233,20 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     Work w{&du, smem, smem + DZ + me.group * ROWS_BYTES, smem + CODES + me.group * 2 * CODE_TILE_BYTES + code_place(me),
            smem + PANELS_AT + (4 * me.group + me.warp) * WARP_PANEL_BYTES, bar, ring, 0, 0, 0};
     float dh[WIDTH / 2];
-    for (Tiles tiles(rows, me.rank); tiles.valid(); tiles.advance()) {
+    float da[32];
+    Tiles tiles(rows, me.rank);
+    begin(da, true, 0, 0, w, me);
+    while (tiles.valid()) {
+      const int round = tiles.round;
       w.row = tiles.row() + 64 * me.group;
-      multiply(dh, chunks, tiles.round, w, me);
+      multiply(dh, da, chunks, round, w, me);
       Statistics statistics;
       statistics.load(mean, rstd, w.row + row_of(me.afresh()), 2, rows);
-      join(dh, statistics, partials, stride, vector, tiles.round == 0, &dr, w, me);
+      tiles.advance();
+      join(dh, da, statistics, {&dr, mean, rstd, partials, stride}, vector, round, !tiles.valid(), w, me);
       w.phase ^= 1;
     }
+    wgmma_wait<0>();
     if (me.lane == 0) store_wait<0>();
   }
   sync_warp();

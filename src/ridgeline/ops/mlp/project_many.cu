@@ -132,13 +132,6 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
   }
 }
 
-struct Backward {
-  const TensorMap* dr;
-  const float *mean, *rstd;
-  float* partials;  // [block][kind][column], rows `stride` apart
-  i64 stride;
-};
-
 // acc holds dh.
 RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistics& s, const Backward& p, u32 vectors, int row,
                int round, u32 smem, Ring& ring, Barriers bar, const Place& me) {
@@ -147,7 +140,7 @@ RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistic
   const Line line = sum_rows<false>(acc, s, vectors, held, held, me,
                                     [&](int kind, int i, float sum) { sums[kind][i] += sum; });
   const Ring own = own_slot(ring, me);
-  finish_rows<false>(acc, line, s, held, Lines(own.address(), me), me,
+  finish_rows<false, 0, 32>(acc, line, s, held, Lines(own.address(), me), me,
                      [&](u32 from, int column) { store_2d(p.dr, from, column, row + 16 * me.warp); });
   if (me.lane == 0) own.release(own.slot);
 }
