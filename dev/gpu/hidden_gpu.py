@@ -41,7 +41,7 @@ CONSUMER = {
     3: "dh before",
     8: "du leaves",
     4: "da",
-    11: "dresidual, r",
+    11: "plain sums, dresidual, r",
     10: "pass 1",
     9: "pass 2",
 }

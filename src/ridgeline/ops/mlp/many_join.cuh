@@ -69,13 +69,35 @@ struct Line {
   float slope[2], offset[2];
 };
 
-// acc holds dh, and dh' after; with ADDED that is divided by σ already, and dresidual (`beside`) added. Sums over all rows of
-// the warp, of dh · normal and of dh, of column 32 i + `sum_column`, go to `take(kind, i, sum)`.
-template <bool ADDED, class Take>
-RL_D Line sum_rows(float (&acc)[WIDTH / 2], const Statistics& s, u32 vector, const Lines& held, const Lines& beside,
-                   const Place& me, Take take) {
+// What needs nothing of r: a row's sums of dh' and all rows' sums of dh, which go to `take` as below.
+template <class Take>
+RL_D void sum_plain(float (&plain)[2], const float (&acc)[WIDTH / 2], u32 vector, const Place& me, Take take) {
   const u32 weight = vector + 4 * (me.lane % 4);
-  float inner[2] = {}, plain[2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float shift[8] = {};
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const u32 w = load_shared_u32(weight + 16 * (4 * i + n));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float d = acc[4 * (4 * i + n) + k];
+        shift[2 * n + k % 2] += d;
+        plain[k / 2] = fmaf(d, half_of(w, k % 2), plain[k / 2]);
+      }
+    }
+    if (NORM_BIAS) take(1, i, column_sum(shift, me.lane));
+  }
+}
+
+// acc holds dh, and dh' after. With ADDED that is divided by σ already, and dresidual (`beside`) added, and `plain` is there
+// (`sum_plain`). Sums over all rows of the warp, of dh · normal and of dh, of column 32 i + `sum_column`, go to
+// `take(kind, i, sum)`.
+template <bool ADDED, class Take>
+RL_D Line sum_rows(float (&acc)[WIDTH / 2], float (&plain)[2], const Statistics& s, u32 vector, const Lines& held,
+                   const Lines& beside, const Place& me, Take take) {
+  const u32 weight = vector + 4 * (me.lane % 4);
+  float inner[2] = {};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float scale[8] = {}, shift[8] = {};
@@ -92,15 +114,15 @@ RL_D Line sum_rows(float (&acc)[WIDTH / 2], const Statistics& s, u32 vector, con
         float& d = acc[4 * (j + which) + 2 * h + e];
         const float normal = fmaf(half_of(x[2 * which + h], e), s.rstd[h], s.shift[h]);
         scale[column] += d * normal;
-        shift[column] += d;
+        if (!ADDED) shift[column] += d;
         d *= half_of(weights[which], e);
         inner[h] += d * normal;
-        plain[h] += d;
+        if (!ADDED) plain[h] += d;
         if (ADDED) d = fmaf(d, s.rstd[h], half_of(y[2 * which + h], e));
       }
     }
     take(0, i, column_sum(scale, me.lane));
-    if (NORM_BIAS) take(1, i, column_sum(shift, me.lane));
+    if (NORM_BIAS && !ADDED) take(1, i, column_sum(shift, me.lane));
   }
   Line line;
 #pragma unroll

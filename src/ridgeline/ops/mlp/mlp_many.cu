@@ -184,12 +184,15 @@ RL_D void join(float (&dh)[WIDTH / 2], float (&da)[32], Statistics& statistics, 
   const Lines lines(w.smem + held * SLOT_BYTES, here), added(w.smem + beside * SLOT_BYTES, here);
   if (me.lane == 0) store_wait_read<0>();  // the panel takes the sums
   sync_warp();
+  const auto take = [&](int kind, int i, float sum) {
+    store_shared(w.panel + (kind * WIDTH + 32 * i + sum_column(here)) * 4, sum);
+  };
+  float plain[2] = {};
+  if (!RMS) sum_plain(plain, dh, vector, here, take);
   barrier_wait(w.bar.full(beside), w.phase);
   pass_on(beside ^ 1, w, me);
   barrier_wait(w.bar.full(held), w.phase);
-  const Line line = sum_rows<true>(dh, statistics, vector, lines, added, here, [&](int kind, int i, float sum) {
-    store_shared(w.panel + (kind * WIDTH + 32 * i + sum_column(here)) * 4, sum);
-  });
+  const Line line = sum_rows<true>(dh, plain, statistics, vector, lines, added, here, take);
   fence_async();  // an arrival may overtake reads
   sync_warp();
   if (me.lane == 0) w.ring.release(beside);

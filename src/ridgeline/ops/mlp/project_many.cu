@@ -137,7 +137,8 @@ RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistic
                int round, u32 smem, Ring& ring, Barriers bar, const Place& me) {
   const Lines held(smem + HELD + me.group * ROWS_BYTES, me);
   barrier_wait(bar.held_full(me.group), round & 1);
-  const Line line = sum_rows<false>(acc, s, vectors, held, held, me,
+  float plain[2] = {};
+  const Line line = sum_rows<false>(acc, plain, s, vectors, held, held, me,
                                     [&](int kind, int i, float sum) { sums[kind][i] += sum; });
   const Ring own = own_slot(ring, me);
   finish_rows<false, 0, 32>(acc, line, s, held, Lines(own.address(), me), me,
