@@ -14,8 +14,8 @@
 // is why there must be multiples of 32.
 //
 // The ring's four slots hold 64 inner columns of either weight. A tile takes them as: down 0, (down k + 1, up k) for each k
-// there is, and at its end for each warpgroup dresidual, then r, whose place dr takes. That are a multiple of four: a slot
-// is the same number in every tile.
+// there is, and at its end each warpgroup's r, whose place dr takes. dresidual comes where dz was, and is added in the first
+// pass over r, so that dz of the next tile comes under the second.
 //
 // Macros: STAGES (4), RMS, NORM_BIAS (its sums are wanted).
 #include "many_join.cuh"
@@ -27,8 +27,14 @@ struct Work {
   u32 smem, dz, codes, panel;  // its warpgroup's rows of dz, its lane's place in a tile of codes, its own panel of du
   Barriers bar;
   Ring ring;
-  u32 phase, codes_phase;  // of slots 1 to 3 and codes now (slot 0 is one further once a tile has begun)
-  int row;                 // the first of the warpgroup's 64
+  u32 use, codes_phase;  // slots of the ring used before this tile; of the codes
+  int row;               // the first of the warpgroup's 64
+  RL_D u32 address(u32 number) const { return smem + number % STAGES * SLOT_BYTES; }  // of the slot of a use
+  RL_D void wait(u32 number) const { barrier_wait(bar.full(number % STAGES), number / STAGES & 1); }
+  RL_D bool ready(u32 number) const { return warp_uniform(barrier_ready(bar.full(number % STAGES), number / STAGES & 1)); }
+  RL_D void release(u32 number, const Place& me) const {
+    if (me.lane == 0) ring.release(number % STAGES);
+  }
 };
 
 // da = dz Wdown for 64 inner columns, under way.
@@ -85,47 +91,45 @@ RL_D void send(const Work& w, int column, const Place& me) {
   }
 }
 
-// Chunk k of 64 inner columns, whose da is there; da of the next takes its place, by slot DOWN, if there is one. Up's weights
-// are in slot UP, with `phase`. The products with `old`, du of the chunk before, are under way, from slot BEFORE. A slot is
-// given back as soon as its products are done, not behind the next ones.
-template <bool NEXT, int DOWN, int UP, int BEFORE>
-RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], u32 (&old)[4][4], int k, u32 phase, const Work& w,
-                const Place& me) {
-  const int buffer = BEFORE == 0 ? 0 : 1;
-  barrier_wait(w.bar.codes_full(me.group, buffer), w.codes_phase);
-  differentiate(du, da, w.codes + buffer * CODE_TILE_BYTES);
+// Chunk k of 64 inner columns, whose da is there; da of the next takes its place, if there is one. The products with `old`, du
+// of the chunk before, are under way. A slot is given back as soon as its products are done, not behind the next ones.
+template <bool NEXT, int BUFFER>
+RL_D void chunk(float (&dh)[WIDTH / 2], float (&da)[32], u32 (&du)[4][4], u32 (&old)[4][4], int k, const Work& w, const Place& me) {
+  const u32 before = w.use + 2 * k, down = before + 1, up = down + NEXT;
+  barrier_wait(w.bar.codes_full(me.group, BUFFER), w.codes_phase);
+  differentiate(du, da, w.codes + BUFFER * CODE_TILE_BYTES);
   stage(du, w, me);
-  if (me.lane == 0) barrier_arrive(w.bar.codes_empty(me.group, buffer));  // all of them are in what has been staged
+  if (me.lane == 0) barrier_arrive(w.bar.codes_empty(me.group, BUFFER));  // all of them are in what has been staged
   if (NEXT) {
-    barrier_wait(w.bar.full(DOWN), w.phase);
-    multiply_down(da, w.dz, w.smem + DOWN * SLOT_BYTES);
+    w.wait(down);
+    multiply_down(da, w.dz, w.address(down));
   }
   wgmma_wait<NEXT>();
   wgmma_touch(old);
-  if ((BEFORE > 0 || k > 0) && me.lane == 0) w.ring.release(BEFORE);
-  const bool early = NEXT && !warp_uniform(barrier_ready(w.bar.full(UP), phase));
+  if (BUFFER > 0 || k > 0) w.release(before, me);
+  const bool early = NEXT && !w.ready(up);
   if (early) {
     wgmma_wait<0>();
-    if (me.lane == 0) w.ring.release(DOWN);
+    w.release(down, me);
   }
-  barrier_wait(w.bar.full(UP), phase);
-  multiply_up(dh, du, w.smem + UP * SLOT_BYTES);
+  w.wait(up);
+  multiply_up(dh, du, w.address(up));
   send(w, 64 * k, me);
   if (NEXT) {
     wgmma_wait<1>();
     wgmma_touch(da);
-    if (!early && me.lane == 0) w.ring.release(DOWN);
+    if (!early) w.release(down, me);
   }
 }
 
-// da of a tile's first chunk, under way. If there is no such tile, of what is there, for nothing: the compiler would wait for
-// products that may be under way or not.
-RL_D void begin(float (&da)[32], bool valid, int round, u32 phase, const Work& w, const Place& me) {
+// da of the first chunk of a tile that begins with slot `use`, under way. If there is no such tile, of what is there, for
+// nothing: the compiler would wait for products that may be under way or not.
+RL_D void begin(float (&da)[32], bool valid, u32 use, const Work& w, const Place& me) {
   if (valid) {
-    barrier_wait(w.bar.dz_full(me.group), round & 1);
-    barrier_wait(w.bar.full(0), phase);
+    barrier_wait(w.bar.dz_full(me.group), 0);
+    w.wait(use);
   }
-  multiply_down(da, w.dz, afresh(w.smem));
+  multiply_down(da, w.dz, afresh(w.address(use)));
 }
 
 // dh of a tile that has begun.
@@ -133,34 +137,29 @@ RL_D void multiply(float (&dh)[WIDTH / 2], float (&da)[32], int chunks, int roun
   u32 even[4][4], odd[4][4] = {};  // du
   if (round > 0 && me.lane == 0) {
     store_wait_read<0>();  // dr of the tile before
-    w.ring.release(2 + me.group);
+    w.release(w.use - 2 + me.group, me);
   }
 #pragma unroll
   for (int i = 0; i < WIDTH / 2; ++i) dh[i] = 0.f;
   wgmma_wait<0>();
   wgmma_touch(da);
-  if (me.lane == 0) w.ring.release(0);
+  w.release(w.use, me);
 #pragma unroll 1
-  for (int k = 0;; k += 2, w.phase ^= 1, w.codes_phase ^= 1) {
-    chunk<true, 1, 2, 0>(dh, da, even, odd, k, w.phase, w, me);
+  for (int k = 0;; k += 2, w.codes_phase ^= 1) {
+    chunk<true, 0>(dh, da, even, odd, k, w, me);
     if (k + 2 == chunks) {
       if (me.lane == 0) barrier_arrive(w.bar.dz_empty(me.group));
-      chunk<false, 0, 3, 2>(dh, da, odd, even, k + 1, w.phase, w, me);
+      chunk<false, 1>(dh, da, odd, even, k + 1, w, me);
       break;
     }
-    chunk<true, 3, 0, 2>(dh, da, odd, even, k + 1, w.phase ^ 1, w, me);
+    chunk<true, 1>(dh, da, odd, even, k + 1, w, me);
   }
-  w.phase ^= 1, w.codes_phase ^= 1;
+  w.codes_phase ^= 1;
   wgmma_wait<0>();
   wgmma_touch(dh);
   wgmma_touch(odd);
-  if (me.lane == 0) w.ring.release(3);
-}
-
-// A slot whose rows are the other warpgroup's is free as soon as they have come.
-RL_D void pass_on(int slot, const Work& w, const Place& me) {
-  barrier_wait(w.bar.full(slot), w.phase);
-  if (me.lane == 0) w.ring.release(slot);
+  w.use += 2 * chunks;
+  w.release(w.use - 1, me);
 }
 
 // A warp's column sums of a tile, which lie in its panel, to its row of partial sums: a lane's columns.
@@ -177,11 +176,11 @@ RL_D void add_sums(float* partials, bool first, u32 panel, const Place& me) {
 
 // The next tile, if there is one, begins meanwhile.
 RL_D void join(float (&dh)[WIDTH / 2], float (&da)[32], Statistics& statistics, const Backward& p, u32 vector, int round,
-               bool last, const Work& w, const Place& me) {
+               bool last, Work& w, const Place& me) {
   statistics.finish();
-  const int beside = me.group, held = 2 + me.group;
+  const u32 held = w.use + me.group, other = w.use + (me.group ^ 1);
   const Place here = me.afresh();  // addresses of it are made here: they would take registers from the products
-  const Lines lines(w.smem + held * SLOT_BYTES, here), added(w.smem + beside * SLOT_BYTES, here);
+  const Lines lines(w.address(held), here), added(w.dz, here);
   if (me.lane == 0) store_wait_read<0>();  // the panel takes the sums
   sync_warp();
   const auto take = [&](int kind, int i, float sum) {
@@ -189,17 +188,18 @@ RL_D void join(float (&dh)[WIDTH / 2], float (&da)[32], Statistics& statistics, 
   };
   float plain[2] = {};
   if (!RMS) sum_plain(plain, dh, vector, here, take);
-  barrier_wait(w.bar.full(beside), w.phase);
-  pass_on(beside ^ 1, w, me);
-  barrier_wait(w.bar.full(held), w.phase);
+  barrier_wait(w.bar.dz_full(me.group), 1);
+  w.wait(held);
   const Line line = sum_rows<true>(dh, plain, statistics, vector, lines, added, here, take);
   fence_async();  // an arrival may overtake reads
   sync_warp();
-  if (me.lane == 0) w.ring.release(beside);
-  pass_on(held ^ 1, w, me);
+  if (me.lane == 0) barrier_arrive(w.bar.dz_empty(me.group));
+  w.wait(other);  // a slot whose rows are the other warpgroup's is free as soon as they have come
+  w.release(other, me);
   const auto store = [&](u32 from, int column) { store_sixteen(p.dr, from, column, w.row, here); };
   finish_rows<true, 0, 24>(dh, line, statistics, lines, added, here, store);
-  begin(da, !last, round + 1, w.phase ^ 1, w, me);
+  w.use += 2;
+  begin(da, !last, w.use, w, me);
   finish_rows<true, 24, 32>(dh, line, statistics, lines, added, here, store);
   const int row = static_cast<int>(afresh(blockIdx.x * 8 + 4 * me.group + me.warp));
   add_sums(p.partials + row * p.stride, round == 0, w.panel, here);  // behind the fences, which wait for stores
@@ -230,7 +230,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     registers_down<24>();
     const Maps maps{&dz, &down, &up, &codes, &held, &beside};
     if (me.warp == 0) produce(maps, rows, chunks, ring);
-    if (me.warp == 1) produce_codes(maps, {r, dresidual, dy, rows}, inner, chunks, smem, bar, me);
+    if (me.warp == 1) produce_rows(maps, rows, smem, bar, me.rank);
+    if (me.warp == 2) produce_codes(maps, {r, dresidual, dy, rows}, inner, chunks, smem, bar, me);
   } else {
     registers_up<240>();
     Work w{&du, smem, smem + DZ + me.group * ROWS_BYTES, smem + CODES + me.group * 2 * CODE_TILE_BYTES + code_place(me),
@@ -238,7 +239,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     float dh[WIDTH / 2];
     float da[32];
     Tiles tiles(rows, me.rank);
-    begin(da, true, 0, 0, w, me);
+    begin(da, true, 0, w, me);
     while (tiles.valid()) {
       const int round = tiles.round;
       w.row = tiles.row() + 64 * me.group;
@@ -247,7 +248,6 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       statistics.load(mean, rstd, w.row + row_of(me.afresh()), 2, rows);
       tiles.advance();
       join(dh, da, statistics, {&dr, mean, rstd, partials, stride}, vector, round, !tiles.valid(), w, me);
-      w.phase ^= 1;
     }
     wgmma_wait<0>();
     if (me.lane == 0) store_wait<0>();

@@ -8,7 +8,6 @@ constexpr int SLOT_BYTES = ROWS_BYTES;  // 64 inner columns of either weight, or
 constexpr int WARP_PANEL_BYTES = 16 * 128;
 constexpr int DZ = STAGES * SLOT_BYTES, CODES = DZ + 2 * ROWS_BYTES, PANELS_AT = CODES + 4 * CODE_TILE_BYTES;
 constexpr int VECTOR = PANELS_AT + 8 * WARP_PANEL_BYTES, BARRIERS = VECTOR + VECTOR_BYTES;
-static_assert(STAGES == 4, "slots have fixed places in a tile");
 
 struct Barriers : RingBarriers {
   RL_D u32 dz_full(int group) const { return base + 8 * (2 * STAGES + group); }
@@ -55,19 +54,20 @@ struct Maps {
   const TensorMap *dz, *down, *up, *codes, *held, *beside;  // of rank 4: dz, held (r) and beside (dresidual)
 };
 
-// A tile's rows of dz, if there is one.
-RL_D void fetch_dz(const Maps& maps, const Tiles& tiles, const Ring& ring) {
+// dz of a tile and, once its products are done, dresidual, each warpgroup's where it had the other.
+RL_D void produce_rows(const Maps& maps, int rows, u32 smem, Barriers bar, u32 rank) {
+  for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance())
 #pragma unroll 1
-  for (int group = 0; group < 2 * tiles.valid(); ++group) {
-    barrier_wait(ring.bar.dz_empty(group), (tiles.round & 1) ^ 1);
-    if (!elected()) continue;
-    barrier_expect(ring.bar.dz_full(group), ROWS_BYTES);
-    copy_rows(ring.smem + DZ + group * ROWS_BYTES, maps.dz, tiles.row() + 64 * group, ring.bar.dz_full(group));
-  }
+    for (int i = 0; i < 4; ++i) {
+      const int group = i % 2;
+      barrier_wait(bar.dz_empty(group), i < 2);
+      if (!elected()) continue;
+      barrier_expect(bar.dz_full(group), ROWS_BYTES);
+      copy_rows(smem + DZ + group * ROWS_BYTES, i < 2 ? maps.dz : maps.beside, tiles.row() + 64 * group, bar.dz_full(group));
+    }
 }
 
-// A warp's way through the ring, one of its lanes elected to start what comes into a free slot. dz of the next tile comes
-// behind what this one's end waits for.
+// A warp's way through the ring, one of its lanes elected to start what comes into a free slot.
 RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
   // Half of a weight's 64 inner columns, into both blocks: x, y of panel `n` of four.
   const auto fill = [&](const TensorMap* map, int x, int y, int step_x, int step_y) {
@@ -82,9 +82,7 @@ RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
     }
     ring.advance();
   };
-  Tiles tiles(rows, ring.peer ^ 1);
-  fetch_dz(maps, tiles, ring);
-  while (tiles.valid()) {
+  for (Tiles tiles(rows, ring.peer ^ 1); tiles.valid(); tiles.advance()) {
     fill(maps.down, 0, 0, 0, 64);
 #pragma unroll 1
     for (int k = 0; k < chunks; ++k) {
@@ -92,14 +90,12 @@ RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
       fill(maps.up, 0, 64 * k, 64, 0);
     }
 #pragma unroll 1
-    for (int i = 0; i < 4; ++i, ring.advance()) {
+    for (int group = 0; group < 2; ++group, ring.advance()) {
       ring.begin();
       if (!elected()) continue;
       ring.announce(ROWS_BYTES);
-      copy_rows(ring.address(), i < 2 ? maps.beside : maps.held, tiles.row() + 64 * (i % 2), ring.full());
+      copy_rows(ring.address(), maps.held, tiles.row() + 64 * group, ring.full());
     }
-    tiles.advance();
-    fetch_dz(maps, tiles, ring);
   }
 }
 
