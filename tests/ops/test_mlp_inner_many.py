@@ -80,7 +80,7 @@ def test_compiles_without_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
     cubin = cuda.build(many.MLP_SOURCE, many.mlp_macros(torch.bfloat16, rms=rms, norm_bias=not rms))
     (resources,) = cubin.resources().values()
-    assert resources.spill_loads <= 12  # three numbers a tile
+    assert (resources.spill_loads, resources.spill_stores) == (0, 0)
     assert "C75" not in cubin.log
 
 
