@@ -31,6 +31,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file dev/gpu/mypy.ini
 	$(BIN)/lint-imports
 
 goals: $(VENV)/.base

@@ -1,8 +1,9 @@
 """Losses of best, bf16 copies and autocast beside fp32, gpt2-c256, a seed at a time; one JSON.
 
-PYTHONPATH=src OUT=$OUT python dev/gpu/agreement_gpu.py [SEEDS]      (about 10 s a seed; other checks may run beside it)
+PYTHONPATH=src OUT=$OUT python dev/gpu/agreement_gpu.py [SEEDS [BATCH]]   (10 s a seed; other checks may run beside)
 
-What ridgeline.bench.agreement does, with one step a variant for all seeds, so that it is captured once.
+What ridgeline.bench.agreement does, with one step a variant for all seeds, so that it is captured once. From 34
+windows on the kernels for many rows are in it, with GELU's derivative in 8 bits.
 """
 
 import json
@@ -25,7 +26,8 @@ SETTINGS = OptimizerConfig(lr=1e-3, floor=1e-4, warmup=50)
 def main():
     """Prints the distances after every seed."""
     began, seeds = time.time(), int(sys.argv[1]) if sys.argv[1:] else 5
-    case, tokens = workload("gpt2-c256", precision="bf16"), chain(65, 1_000_000, 7)
+    sizes = {"batch": int(sys.argv[2])} if sys.argv[2:] else {}
+    case, tokens = workload("gpt2-c256", precision="bf16", **sizes), chain(65, 1_000_000, 7)
     assert case.model.decoder.dropout == 0.0
     steps, starts = {}, {}
     for name, variant in VARIANTS.items():

@@ -1,7 +1,7 @@
 """Plain attention: this checkout's kernels against others', checked against float64 and timed in turns.
 
-attn_against_gpu.py SECONDS CHECKOUT[,CHECKOUT ...] [SHAPE ...], names as in attn_plain_gpu.py; 20 s for the default, 10 s for the two at
-T 2048. Exits with 0 if all of this one's are right: errors within 1.5 of flash attention's, the same bits again, column sums,
+attn_against_gpu.py SECONDS CHECKOUT[,CHECKOUT ...] [SHAPE ...], names as in attn_plain_gpu.py and B64; 20 s for the default, 10 s for the
+two at T 2048. At T <= 256 the kernels for short windows beside them, and the backward pass with column sums, as a step takes it. Exits with 0 if all of this one's are right: errors within 1.5 of flash attention's, the same bits again, column sums,
 and two streams at once. Writes $OUT/attn_against.json as it goes; 3 if it ran out of time.
 """
 import concurrent.futures as cf, importlib.util, json, os, sys, threading, time, types
@@ -10,8 +10,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 OUT = Path(os.environ.get("OUT", "/tmp")); LIMIT = float(sys.argv[1]) if sys.argv[1:] else 40
 OTHERS = {Path(c).name: Path(c).resolve() / "src/ridgeline/ops/attention" for c in "".join(sys.argv[2:3]).split(",") if c}
+SHAPES = {f"{m} B{B}": (B, 256, 8, G, 32, 0) for m, G in (("gpt2", 8), ("fast", 1)) for B in (64, 128)}
 ORDER = ["gpt2 T2048", "fast T2048", "T4096", "fast B512", "gpt2 B512", "124m", "fast B32", "T200", "T1111"]
-TIMED = ORDER[:7]
+TIMED = [*ORDER[:7], "gpt2 B32", *SHAPES]
 
 def load(name, path, **names):
     spec = importlib.util.spec_from_file_location(name, path); m = importlib.util.module_from_spec(spec); sys.modules[name] = m
@@ -49,10 +50,18 @@ def main(names):
     if "compile" in sys.argv: os._exit(0)
     import torch
     import attn_long_gpu as L, attn_plain_gpu as P
+    from ridgeline.ops.attention import short
+    P.SHAPES.update(SHAPES)
     class Ours(P.Plain):
         def __init__(s, shape, tensors, m): super().__init__(shape, tensors, "main"); s.p, s.l = m, None
         def fwd(s): s.p.forward(s.q, s.k, s.v, s.o, s.lse, scale=s.scale)
         def bwd(s): s.p.backward(s.do, s.q, s.k, s.v, s.o, s.lse, *s.g, scale=s.scale)
+    def with_sums(o):
+        o.partial = torch.empty(o.p.column_sum_rows(o.q, o.k), o.d.shape[-1], device="cuda")
+        return lambda: o.p.backward(o.do, o.q, o.k, o.v, o.o, o.lse, *o.g, scale=o.scale, column_sums=o.partial)
+    def short_with_sums(o):
+        o.partial = torch.empty(short.column_sum_rows(o.q), sum(x.shape[2] for x in o.g) * o.q.shape[3], device="cuda")
+        return lambda: short.backward(o.do, o.q, o.k, o.v, None, o.o, o.lse, *o.g, None, o.w, scale=o.scale, drop=o.drop, column_sums=o.partial)
     def timer(f, calls):
         g, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         with torch.cuda.stream(stream): f()
@@ -72,7 +81,7 @@ def main(names):
     for n in names:
         full = P.SHAPES[n]; B, T, H, G, D, _ = full; good = []
         shape = (min(B, 4), *full[1:]) if T > 256 or B > 64 else full
-        if n in ("fast B512", "gpt2 B512"): shape = (300 if G == 1 else 90, *full[1:])
+        if T == 256 and B > 64: shape = (300 if G == 1 else 90, *full[1:])
         tensors = L.make(shape); ref, part = L.reference(*tensors); yard = L.errors(ref, part, *P.sdpa(shape, tensors))
         for v in variants:
             try:
@@ -94,12 +103,17 @@ def main(names):
             o = Ours(full, tensors, modules[v]); o.fwd(); o.bwd(); keep.append(o)
             runs["forward", v], runs["backward", v] = timer(o.fwd, calls), timer(o.bwd, calls)
             if T == 2048: runs["both", v] = timer(lambda o=o: (o.fwd(), o.bwd()), 10)
+            if T <= 256: runs["backward with sums", v] = timer(with_sums(o), calls)
+        if T <= 256:
+            o = P.Before(full, tensors); o.fwd(); o.bwd(); keep.append(o)
+            runs["forward", "short"], runs["backward", "short"] = timer(o.fwd, calls), timer(o.bwd, calls)
+            runs["backward with sums", "short"] = timer(short_with_sums(o), calls)
         got = {t: [] for t in runs}
         for turn in range(7):
             for t in (list(runs) if turn % 2 == 0 else list(runs)[::-1]):
                 a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 runs[t].replay(); a.record(); runs[t].replay(); b.record(); torch.cuda.synchronize(); got[t].append(a.elapsed_time(b) * 1e3 / (10 if t[0] == "both" else calls))
-        for way in ("forward", "backward", "both"):
+        for way in ("forward", "backward", "backward with sums", "both"):
             if found := {t[1]: round(sorted(x)[3], 1) for t, x in got.items() if t[0] == way}: say("time", n, way, found, f"us, at {time.time() - t0:.0f} s")
         del runs, keep, tensors; torch.cuda.empty_cache()
     print(f"all {time.time() - t0:.0f} s, {'right' if right else 'NOT RIGHT'}", flush=True); os._exit(0 if right else 4)

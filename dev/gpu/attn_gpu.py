@@ -65,7 +65,7 @@ def short_module(folder=None):
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(folder) / "short.py")
         sys.modules[name] = module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)
-        module.hopper = types.SimpleNamespace(**vars(module.hopper) | {"SOURCES": Path(folder) / "cuda"})
+        vars(module)["hopper"] = types.SimpleNamespace(**vars(module.hopper) | {"SOURCES": Path(folder) / "cuda"})
     return sys.modules[name]
 
 class Ours:
@@ -212,7 +212,7 @@ def sub(args, timeout):
         return lines + ["TIMEOUT"], time.time() - t
 
 def main():
-    t0 = time.time(); report = {}
+    t0 = time.time(); report: dict = {}
     with cf.ProcessPoolExecutor(14) as pool: built = list(pool.map(build, configs()))
     report["build"] = built
     print("built %d in %.0f s (slowest %.1f s)" % (len(built), time.time() - t0, max(b[2] for b in built)))

@@ -5,6 +5,7 @@ attn_plain_gpu.py checks [SHAPE ...], and later on that machine attn_plain_gpu.p
 """
 import concurrent.futures as cf, json, os, subprocess, sys, time
 from pathlib import Path
+from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import attn_long_gpu as L
 
@@ -19,7 +20,7 @@ SHAPES = {
 TIMED = [n for n in SHAPES if n not in ("T200", "T1111", "T4096")]
 # name: forward, queries, keys as (warpgroups, ring, blocks a multiprocessor, columns of a step); None for the package's
 # "apart": at width 32 the backward pass in two kernels
-TRIALS = {
+TRIALS: dict = {
     32: {"main": None, "apart": ((4, 8, 1), (4, 8, 1, 32), (4, 8, 1, 32))},
     64: {"main": None, "three": ((3, 8, 1), (3, 5, 1), (3, 7, 1))},
 }
@@ -39,6 +40,7 @@ def build(job):
     except Exception as e: return file, D, tuple(l), str(e)[-200:]
 
 class Plain:
+    p: Any
     def __init__(s, shape, tensors, trial):
         import torch
         from ridgeline.ops.attention import plain

@@ -37,7 +37,7 @@ PATCHES = {  # file: what stands there once, and what instead. 3: barriers are t
     "plain_forward.cu": [
         ("namespace rl {\n", "namespace rl {\n#define MARKS (a.lse + 65536)\n" + COMMON),
         ("  const Here p;\n  p.start();\n", "  const Here p;\n  ENTER();\n  p.start();\n  MARK(3);\n"),
-        ("      p.wait_full(tile);\n", "      p.wait_full(tile);\n      MARK(8 + tile);\n"),
+        ("        p.wait_full(tile);\n        const u32 keys", "        p.wait_full(tile);\n        MARK(8 + tile);\n        const u32 keys"),
         ("        wgmma_touch(s);\n", "        if (tile == 12) MARK(60);\n        wgmma_touch(s);\n"),
         ("        wgmma_fence();\n        multiply_pairs", "        if (tile == 12) MARK(61);\n        wgmma_fence();\n        multiply_pairs"),
         ("multiply_pairs(o, pairs, keys + units(TILE), j == i);\n        wgmma_commit();\n", "multiply_pairs(o, pairs, keys + units(TILE), j == i);\n        wgmma_commit();\n        if (tile == 12) MARK(62);\n"),

@@ -27,17 +27,18 @@ S = [  # file, anchor, group, square, id, after
     ("gradients.cuh", "      const u32 operands = p.operands(), queries = operands", 2, "done * SQUARES + n", 1, 0),
     ("gradients.cuh", "      wgmma_touch(dk[slot]);\n", 2, "done * SQUARES + n", 2, 1),
     ("gradients.cuh", "store_key_rows(a, p, Head(a, unit), q.j, dk[slot], dv[slot]);\n", 2, "done * SQUARES + n", 3, 1),
+    ("gradients.cuh", "      if (q.first && !q.last) prepare_next();\n", 2, "done * SQUARES + n", 4, 1),
     ("gradients.cuh", "      const Stage stage(squares);\n      barrier_wait", 3, "squares", 0, 0),
     ("gradients.cuh", "      const u32 operands = p.operands();\n      wgmma_fence();\n      multiply_square(dq, operands + units(DS_AT)", 3, "squares", 1, 0),
     ("gradients.cuh", "      wgmma_wait<0>();\n      wgmma_touch(dq);\n      arrive_for_warp(p.barrier(STAGE_EMPTY", 3, "squares", 2, 0),
     ("gradients.cuh", "      if (RELATIVE && q.i != q.j) add_window", 3, "squares", 3, 0),
     ("gradients.cuh", "      if (BLOCKS <= 2 && p.warp == 0", 3, "squares", 4, 0),
     ("gradients.cuh", "      if (q.last && q.j > 0) {", 3, "squares", 5, 0),
-    ("gradients.cuh", "        store_query_rows(a, p, Head(a, unit), q.i, dq);\n      }\n", 3, "squares", 6, 1),
+    ("gradients.cuh", "        store_query_rows(a, p, head, q.i, dq);\n      }\n", 3, "squares", 6, 1),
 ]
 NAMES = ["scores: rows, keep | wgmma | mask | stage empty | elementwise and store", "relative: wgmma | skew | R empty | store",
-         "keys: stage full | wgmma | flush", "queries: stage full | dq, keep, copies | wgmma | windows | copies | store", "back: stage full | load | window | last window"]
-COUNT = [6, 5, 4, 7, 5]
+         "keys: stage full | dropout, wgmma | rows of a visit of one square, flush | rows", "queries: stage full | dq, keep, copies | wgmma | windows | copies | store", "back: stage full | load | window | last window"]
+COUNT = [6, 5, 5, 7, 5]
 
 def patched(folder):
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,6 +124,9 @@ def forward(name):
         print("  ", s, row)
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["compile"]:
+        from ridgeline.ops import _cuda as cuda
+        sys.exit(print({k: tuple(v) for k, v in cuda.build(patched(Path("/tmp/attn_trace")), dict(HEAD_WIDTH=64, ROW_BLOCKS=4, RL_RELATIVE=1, RL_DROPOUT=1, RL_GROUPED=0, RL_COLUMN_SUMS=0), "sm_90a").resources().items()}))
     for n in sys.argv[1:] or ["HAL-20M p=.2"]:
         for f in (run, forward):
             try: f(n)

@@ -93,7 +93,7 @@ if __name__ == "__main__":
         import builtins
         for which in "fb":
             for name in CASES:
-                lines = []; real = builtins.print; A.print = lambda *a, **k: lines.append(a[0])
+                lines = []; real = builtins.print; vars(A)["print"] = lambda *a, **k: lines.append(a[0])
                 A.check(name, which)
                 real("RESULT " + json.dumps([name, which, json.loads(lines[-1][7:])]), flush=True)
     else: main(sys.argv[1:])

@@ -76,10 +76,34 @@ def equality():
             "loss": {n: [round(m.loss, 5) for m in s.metrics()[::20]] for n, s in steps.items() if n[1] != "f"},
             "weights_relative": float((two - one).norm() / one.norm()),
         }
+        report["unequal"] = unequal(steps["captured"], halves[0], rank)
         if rank == 0:
             print("equality", json.dumps(report), flush=True)
         replicas.exchange(False, 0.0)
         os._exit(0)
+
+
+def unequal(step, batch, rank):
+    """Batches of two sizes, one a process: captured before, and of a new shape; what is said, whether weights stay."""
+    import torch
+
+    from ridgeline.errors import RidgelineError
+
+    def told(attempt):
+        try:
+            attempt()
+        except RidgelineError as error:
+            return str(error)[:120]
+
+    short = {name: tensor[:6] for name, tensor in batch.items()}
+    for each in (batch, short):
+        step.prepare(each)
+    before = step.flat.masters.clone()
+    step(short if rank else batch)
+    said = [told(step.check), told(lambda: step({name: tensor[: 3 + rank] for name, tensor in batch.items()}))]
+    kept = torch.equal(step.flat.masters, before)
+    step(batch)
+    return {"said": said, "weights_kept": kept, "goes_on": not torch.equal(step.flat.masters, before)}
 
 
 def text():

@@ -8,6 +8,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -369,6 +370,6 @@ if __name__ == "__main__":
     running = [(start(*job), *job) for job in checks]  # numerics beside each other
     for job in running:
         tell(*job, end - time.time())
-    for job in [(t, n) for t in trials for n in names if t in ("block", "step")]:  # times one after another
-        if time.time() < end - 6:
-            tell(start(*job), *job, end - time.time())
+    for trial, name in itertools.product(trials, names):  # times one after another
+        if trial in ("block", "step") and time.time() < end - 6:
+            tell(start(trial, name), trial, name, end - time.time())

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 OUT = os.environ.get("OUT", "/tmp")
 M_BIG = 131072
@@ -69,6 +70,7 @@ def problem(M, N, K, epilogue):
     }[epilogue]
 
     def launch(config, folder):
+        module: Any
         for module in (gemm, stationary):
             if folder != module.SOURCE.parent:
                 module.SOURCE = folder / module.SOURCE.name

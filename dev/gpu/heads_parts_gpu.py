@@ -79,7 +79,8 @@ def main(seconds):
     with concurrent.futures.ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         built = dict(zip(VARIANTS, pool.map(build, VARIANTS)))
     import torch
-    from heads_trace_gpu import captured, each_head, op
+    from fused_gpu import captured
+    from heads_trace_gpu import each_head, op
 
     from ridgeline.ops.policy_heads import hopper
 
@@ -113,7 +114,8 @@ class Twice:
 
 def twice(step):
     """Each head's kernel behind another kernel, and behind itself: what a launch pays for code that is not there."""
-    from heads_trace_gpu import captured, profiled
+    from fused_gpu import captured
+    from heads_trace_gpu import profiled
 
     from ridgeline.ops.policy_heads import hopper
 

@@ -38,7 +38,8 @@ def worker():
     """Check, then answer each line on stdin with the times."""
     import heads_gpu as H
     import torch
-    from heads_trace_gpu import captured, each_head, op, profiled
+    from fused_gpu import captured
+    from heads_trace_gpu import each_head, op, profiled
 
     import ridgeline
 

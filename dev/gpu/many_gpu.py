@@ -240,8 +240,8 @@ def compile_only(names):
             many.cuda.build(many.SOURCE, macros)
         for K, bias, gelu in ((256, True, "tanh"), (256, False, "tanh"), (512, True, "erf")):
             up = gemm.Form(bias=bias, gelu=gelu, slope=True)
-            back = gemm.Form(transposed_b=True)
-            for form in (up, back._replace(factor=True), back, gemm.Form(bias=bias)):
+            turned = gemm.Form(transposed_b=True)
+            for form in (up, turned._replace(factor=True), turned, gemm.Form(bias=bias)):
                 many.cuda.build(stationary.SOURCE, stationary.defines(K, form))
         many.cuda.build(wgrad.SOURCE, wgrad.macros(wgrad.Plan([], True, 0, []), 256, torch.bfloat16))
 

@@ -45,7 +45,7 @@ def forward(label, K, rms):
     joined, apart, branch = new(), new(), nan(N, 256)
 
     def together():
-        many.project_many_forward_raw(x, weight, Join(kind, EPS, scale, shift, bias, residual, *joined, None))
+        many.project_many_forward_raw(x, weight, Join(kind, EPS, scale, shift, bias, residual, *joined, masks=None))
 
     def before():
         r, h, mean, rstd = apart
@@ -112,7 +112,7 @@ def backward(label, K, rms):
     together()
     same = torch.equal(again[0], dr) and torch.equal(again[1], partials)
     leaves = [t.double().requires_grad_() for t in (r, scale, torch.zeros_like(scale))]
-    h = exact_norm(*leaves, rms) + (leaves[2] if rms else 0)
+    h = exact_norm(*leaves, rms=rms) + (leaves[2] if rms else 0)
     expected, dscale, dshift = torch.autograd.grad(h, leaves, dy.double() @ weight.double())
     exact = {"dr": expected + dresidual.double(), "dscale": dscale} | ({} if rms else {"dshift": dshift})
     take = lambda d, p: dict(zip(("dr", "dscale", "dshift"), (d, *p.double().sum(0).split(256))))

@@ -25,7 +25,7 @@ from pathlib import Path
 
 LIMITS = {"loader": 20, "step-20m": 60, "step-5m": 45, "train": 75, "memorise": 75, "quick": 80, "heart": 110}
 CPU = os.environ.get("DEVICE") == "cpu"
-SMALL = (
+SMALL: dict = (
     {"batch": 4, "window": {"context": 32}, "model": {"decoder": {"layers": 1, "width": 64, "heads": 2}}} if CPU else {}
 )
 TURNS, STEPS = (2, 3) if CPU else (4, 60)
@@ -81,7 +81,7 @@ def step(data, name, turns=TURNS):
     run(batches.next())
     run(fixed)
     wait()
-    result = {
+    result: dict = {
         "engine": config.engine,
         "first_steps_s": round(time.perf_counter() - started, 1),
         "fixed": [],

@@ -104,7 +104,8 @@ def steps_of(kind, K, lt):
 def run_case(name, lt, end):
     torch.manual_seed(0)
     steps, out = steps_of(*CASES[name], lt)
-    found, graphs, right = {}, {}, None
+    found: dict = {}
+    graphs, right = {}, None
     for key, step in steps.items():
         try:
             out.fill_(float("nan"))

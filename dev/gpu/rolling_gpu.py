@@ -14,6 +14,7 @@ import time
 import torch
 
 from ridgeline.games import game
+from ridgeline.models import ControllerPolicy
 from ridgeline.models.cache import DecoderCache
 from ridgeline.play.player import load_player
 from ridgeline.play.rollout import Seat
@@ -33,7 +34,8 @@ def main():
     path, device, *rest = sys.argv[1:]
     games, first, level, seconds = (int(given) for given in [*rest, *["8", "5000", "0", "60"][len(rest) :]])
     player, begun = load_player(path, device, "rolling"), time.monotonic()
-    policy, adapter = player.policy, game(player.game)
+    policy: ControllerPolicy = player.policy
+    adapter = game(player.game)
     generator = torch.Generator(player.device).manual_seed(first)
     seats = [Seat(adapter, player, seed, level) for seed in range(first, first + games)]
     cache = DecoderCache(policy.decoder, games, player.window.context, rolls=True)

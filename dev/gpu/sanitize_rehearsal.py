@@ -121,6 +121,22 @@ def launch_nowhere(tell):
     JITFunction.run = launch_triton
 
 
+def values_mode():
+    """The class of a mode: what the host asks of a tensor that has no values is one, or true; lengths that depend on
+    them are some."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Values(TorchDispatchMode):
+        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return True if args[0].dtype == torch.bool else 1
+            if func is torch.ops.aten.repeat_interleave.Tensor:
+                return args[0].new_empty(999)
+            return func(*args, **(kwargs or {}))
+
+    return Values
+
+
 def goals():
     """{name: a step of it} for the rows of benchmarks/goals.toml."""
     from sanitize_steps import train
@@ -149,32 +165,22 @@ def main(names):
     import sanitize_cases  # noqa: F401  (registers them)
     from sanitize_kit import CASES, CONTROLS, ProductsOnHost
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Values(TorchDispatchMode):
-        """What the host asks of a tensor that has no values is one, or true; lengths that depend on them are some."""
-
-        def __torch_dispatch__(self, func, kinds, args=(), kwargs=None):
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return True if args[0].dtype == torch.bool else 1
-            if func is torch.ops.aten.repeat_interleave.Tensor:
-                return args[0].new_empty(999)
-            return func(*args, **(kwargs or {}))
-
+    values = values_mode()
     torch.autograd.set_multithreading_enabled(False)
     fake = FakeTensorMode()  # one: plans are kept between cases
     cases = {name: case for name, case in CASES.items() if name not in CONTROLS} | ({} if names else goals())
     for name in names or cases:
         launched.clear()
         forms.clear()
-        with fake, Values(), ProductsOnHost() as products:
+        with fake, values(), ProductsOnHost() as products:
             cases[name]()
         told = {"case": name, "launched": sorted(launched), "forms": sorted(forms), "products": products.calls}
         print(json.dumps(told), flush=True)
 
 
-if __name__ == "__main__":
-    make_card()
-    import torch
+make_card()
+import torch
 
+if __name__ == "__main__":
     main(sys.argv[1:])

@@ -156,7 +156,7 @@ def learn(name, values, text, device, card, deadline):
             step(batches.next())
 
     for _, _, ready in stages[1:]:
-        if ready is not None:
+        if ready is not None and isinstance(step, TrainStep):
             step.prepare(ready)
     go(0)
     validate()

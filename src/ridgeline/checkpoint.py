@@ -182,6 +182,18 @@ def digest(path: str | Path) -> str:
     return str(_read_header(Path(path))["tensors"]["sha256"])
 
 
+def meta(path: str | Path) -> dict[str, Any]:
+    """What a checkpoint says beside its tensors, which are not read.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        CheckpointError: it holds none, or one that is damaged or foreign.
+    """
+    return dict(_read_header(Path(path))["meta"])
+
+
 def check_config(saved: object, wanted: object, what: str = "config") -> None:
     """Compare a checkpoint's configuration with the one asked for.
 

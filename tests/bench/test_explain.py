@@ -127,7 +127,7 @@ def test_what_would_help_is_the_accounting_of_the_changed_model() -> None:
     assert 0.4 < frames.saved < 0.6
     assert "one KV head (are 8)" in found
     assert found["half the width (256)"].parameters == pytest.approx(5.31e6, rel=0.01)
-    assert found["plan lean"].memory_saved > 0.2
+    assert found["plan lean"].memory_saved > 0.1
     assert [c.saved for c in result.changes] == sorted((c.saved for c in result.changes), reverse=True)
 
 

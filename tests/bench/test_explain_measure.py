@@ -312,7 +312,7 @@ def test_json_record_and_table() -> None:
     text = console.export_text()
     assert "stranger_2" in text
     assert "phase not told" in text
-    assert "MFU 22.0%, 985 GB/s (21% of the bandwidth); its floor" in text
+    assert "MFU 22.0%, 984 GB/s (20% of the bandwidth); its floor" in text
     assert "unmapped" in text
 
 

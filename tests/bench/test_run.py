@@ -271,7 +271,7 @@ def test_mfu_and_floor_share_of_a_known_card():
     # 74.4 ms under torch.compile; MFLOP a token: 113.2 of products and 7.1 of attention in the blocks, 3.1 around them
     assert used.mfu == pytest.approx(131072 * 123.4e6 / 0.0744 / 989.4e12, rel=0.005)
     assert used.mfu < floor_share < 1
-    assert used.bandwidth == pytest.approx(73.29e9 / 0.0744 / 4.8e12, rel=0.001)
+    assert used.bandwidth == pytest.approx(73.21e9 / 0.0744 / 4.8e12, rel=0.0005)
     pair, floor = _Bench(workload("hal-20m"), torch.device("cuda"), Plan(), None, gpus=2)._shares(0.0744)
     assert (pair.mfu, pair.bytes_per_s, floor) == (used.mfu, pytest.approx(2 * used.bytes_per_s), floor_share)
     assert _Bench(CASE, CPU, Plan(), None)._shares(0.1) is None

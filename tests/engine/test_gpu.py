@@ -46,9 +46,12 @@ def _deterministic():
 
 
 def small(name: str) -> Workload:
-    """A preset with two layers, dropout on, at a batch that 1,000 uncaptured steps pass through in seconds."""
+    """A preset with two layers, at a batch that 1,000 uncaptured steps pass through in seconds.
+
+    Dropout is on but for fast-c256, whose ends then are kernels that have none.
+    """
     case = workload(name, batch=4, context=16 if name == "boxing" else 32)
-    decoder = replace(case.model.decoder, layers=2, dropout=0.2)
+    decoder = replace(case.model.decoder, layers=2, dropout=0.0 if name == "fast-c256" else 0.2)
     return replace(case, model=replace(case.model, decoder=decoder))
 
 
@@ -88,9 +91,10 @@ def test_a_thousand_captured_steps_equal_the_calls(name, impl):
     assert captured.metrics()[-1].lr < 1e-6
 
 
+@pytest.mark.parametrize("name", ["hal-5m", "fast-c256"])
 @pytest.mark.parametrize("cut", [{"lanes": 2}, {"accumulate": 2}, {"lanes": 2, "accumulate": 2}])
-def test_cut_steps_are_repeatable_and_equal_the_calls(cut):
-    case = small("hal-5m")
+def test_cut_steps_are_repeatable_and_equal_the_calls(cut, name):
+    case = small(name)
     data = batches(case, "cuda")
     found = [step_for(case, 200, capture=capture, **cut) for capture in (False, True, True)]
     for step in found:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import safetensors.torch
 import torch
 
-from engine.helpers import LANGUAGE, SETTINGS, language_batch, strange_step
+from engine.helpers import LANGUAGE, SETTINGS, language_batch, strange_step, stranger, stranger_loss
 from engine.recorder import Recorder
 from ridgeline.engine import LossScale, TrainStep
 from ridgeline.errors import CheckpointError
@@ -53,3 +54,76 @@ def test_a_state_that_does_not_fit_changes_nothing(name):
     with pytest.raises(CheckpointError, match=r"moment of (attn|wte)|skipped of .* has 5 numbers"):
         step.load_state_dict(trained.state_dict() | {name: torch.ones(5)})
     assert all(torch.equal(tensor, old) for tensor, old in zip(step.update.state(), before, strict=True))
+
+
+def zero(tensor):
+    with torch.no_grad():
+        tensor.zero_()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("capture", [False, Recorder()])
+def test_weights_and_buffers_edited_between_steps_count_at_once(precision, capture):
+    class Edited(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.frozen = torch.nn.Linear(4, 1), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+            self.register_buffer("factor", torch.ones(1))
+
+        def forward(self, x):
+            return (self.linear(x) * self.frozen * self.factor).square().mean()
+
+    for name in ("factor", "frozen", "linear.weight"):
+        torch.manual_seed(0)
+        step = TrainStep(Edited(), lambda model, x: model(x), precision=precision, capture=capture)
+        step(torch.ones(4, 4))
+        zero(step.model.linear.bias)
+        zero(step.model.get_buffer(name) if name == "factor" else step.model.get_parameter(name))
+        step(torch.ones(4, 4))
+        assert step.metrics()[0].loss > 0
+        assert step.metrics()[1].loss == 0, name
+
+
+def test_weights_edited_by_their_data_count_at_once_where_nothing_is_captured():
+    step = strange_step(precision="bf16", capture=False)
+    step(language_batch())
+    for parameter in step.model.parameters():
+        parameter.data.zero_()
+    step(language_batch())
+    assert step.metrics()[1].loss == pytest.approx(torch.tensor(11.0).log().item(), rel=1e-2)
+
+
+def test_a_weight_that_is_saved_takes_only_its_own_memory(tmp_path):
+    """Whatever looks at storages, as torch.save and safetensors do, finds each parameter alone, the shared one too."""
+    model, other = stranger(), stranger()
+    step = TrainStep(model, stranger_loss, SETTINGS, precision="fp32")
+    step(language_batch())
+    torch.save(model.ln.weight, tmp_path / "one.pt")
+    assert (tmp_path / "one.pt").stat().st_size < 4 * step.flat.size / 2
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
+    torch.save(model.state_dict(), tmp_path / "all.pt")
+    again = torch.load(tmp_path / "all.pt")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+        assert torch.equal(tensor, again[name])
+    step.model.load_state_dict(again)
+    step(language_batch())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "holds tensors by name, got NoneType"),
+        ({"applied": [1.0]}, "holds tensors by name, got dict"),
+        ({"seed_step": torch.tensor([0, -5])}, "counts no steps"),
+        ({"applied": torch.tensor([float("nan")])}, "counts no steps"),
+    ],
+)
+def test_states_that_cannot_be(change, message):
+    step = strange_step()
+    step(language_batch())
+    before = step.state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        step.load_state_dict(change and before | change)
+    assert all(torch.equal(value, before[name]) for name, value in step.state_dict().items())

@@ -236,7 +236,7 @@ def test_the_users_product_precision_is_left_alone():
         ),
         (
             lambda: TrainStep(nn.Linear(2, 2), torch.sum, torch.optim.SGD([torch.ones(1)])),
-            "must be an OptimizerConfig, got SGD",
+            "must be of class OptimizerConfig, got SGD",
         ),
         (lambda: TrainStep(nn.Linear(2, 2, device="meta"), torch.sum), "weight is on meta and has no values"),
     ],

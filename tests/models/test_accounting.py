@@ -192,12 +192,17 @@ def test_rmsnorm_outside_cuda_keeps_one_tensor_more() -> None:
 
 
 def test_fused_memory_by_hand() -> None:
-    """HAL's block keeps 5 C + Q + F numbers of 2 bytes a token, F of one, log-sum-exp and statistics."""
+    """HAL's block keeps 4 C + Q + F numbers of 2 bytes a token, F of one, log-sum-exp and statistics.
+
+    The norm before the MLP is never made; each 64 columns leave two numbers for it.
+    """
     m = memory(preset("hal-20m").model, batch=512)
     rows = 512 * 256
-    block = {name: size for name, size in m.saved.items() if name not in ("inputs", "heads", "indices", "logits")}
+    block = {name: size for name, size in m.saved.items() if name not in ("inputs", "heads", "indices")}
     outside = rows * (512 * 2 + 8)  # the last norm's input and statistics
-    assert sum(block.values()) - outside == 6 * rows * ((5 * 512 + 1536 + 2048) * 2 + 2048 + 8 * 4 + 2 * 2 * 4)
+    assert sum(block.values()) - outside == 6 * rows * (
+        (4 * 512 + 1536 + 2048) * 2 + 2048 + 8 * 4 + 2 * 2 * 4 + 8 * 2 * 4
+    )
     assert m.weights == 19_845_065 * 6
     assert m.optimizer == 19_845_065 * 12
     assert m.peak == m.weights + m.optimizer + m.activations + m.workspace
@@ -208,7 +213,7 @@ def test_what_is_recomputed_is_not_kept_and_costs_what_it_says() -> None:
     config, tokens = preset("hal-20m").model, 512 * 256
     kept = {plan.name: memory(config, batch=512, plan=plan).activations for plan in PLANS.values()}
     assert kept["plain"] > kept["fused"] > kept["lean"] > kept["leanest"]
-    assert kept["fused"] - kept["lean"] == 6 * tokens * (2 * 512 * 2 + 2048)
+    assert kept["fused"] - kept["lean"] == 6 * tokens * (512 * 2 + 8 * 2 * 4 + 2048)
     assert kept["lean"] - kept["leanest"] == 6 * tokens * 2048 * 2
     fused, lean, leanest = (step_cost(config, batch=512, plan=plan) for plan in (FUSED, LEAN, LEANEST))
     passes = {op.name: op.bytes * op.count for op in lean.ops if op.name.endswith(".again")}
@@ -252,6 +257,27 @@ def test_accumulation_repeats_the_passes_of_a_part_and_keeps_only_its_activation
     one, eight = memory(config, batch=64), memory(config, batch=64, accumulation=8)
     assert one.activations == 8 * eight.activations
     assert one.weights == eight.weights
+
+
+def test_gradients_are_read_again_for_their_norm_only_where_no_kernel_writes_them_whole() -> None:
+    config, count = preset("gpt2-c256").model, 4_837_888
+    read = {
+        (plan.name, parts): sum(op.bytes for op in cost.ops if op.name == "grad_norm")
+        for plan in (FUSED, PLAIN)
+        for parts in (1, 2)
+        for cost in [step_cost(config, batch=32, plan=plan, accumulation=parts)]
+    }
+    assert read == {("fused", 1): 0, ("fused", 2): 4 * count, ("plain", 1): 4 * count, ("plain", 2): 4 * count}
+
+
+def test_logits_of_a_large_vocabulary_travel_though_none_are_kept() -> None:
+    """Written by the product, read and overwritten by the loss, read by both gradients."""
+    logits = 2 * 64 * 1024 * 50257
+    ops = {(op.name, op.phase): op for op in step("gpt2-124m", batch=64).ops}
+    assert ops["head", "forward"].written_bytes == logits
+    assert ops["cross_entropy", "forward"].bytes == 2 * logits + 64 * 1024 * (8 + 4)
+    for name in ("head.input_gradient", "head.weight_gradient"):
+        assert ops[name, "backward"].read_bytes > logits
 
 
 def test_a_large_vocabulary_keeps_no_logits_when_fused() -> None:

@@ -17,11 +17,12 @@ from models.test_fused import (
     equals_the_reference_to_rounding,
     errs_at_most_one_and_a_half_times_as_pytorch,
 )
+from ridgeline.models import DecoderConfig, LanguageConfig, LanguageModel
 from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import JOINED, Choices, choose, parted
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
-from ridgeline.ops.mlp import Norm, kernels, many
+from ridgeline.ops.mlp import Norm, head, kernels, many
 from ridgeline.ops.mlp.reference import join_of
 from ridgeline.ops.norm.reference import norm_reference
 
@@ -104,7 +105,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(kernels, "project_forward_raw", lambda x, w, j: join(x @ w.t(), j))
     monkeypatch.setattr(kernels, "project_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
     monkeypatch.setattr(many, "blocks", lambda *_: 2)
-    monkeypatch.setattr(many, "project_many_forward_raw", lambda x, w, j: join(x @ w.t(), j))
+    monkeypatch.setattr(many, "project_many_forward_raw", lambda x, w, j, **_: join(x @ w.t(), j))
     monkeypatch.setattr(many, "project_many_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
     monkeypatch.setattr(many, "mlp_many_backward_raw", mlp_many_backward)
     shape = kernels.kept_shape
@@ -285,3 +286,53 @@ def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
         other = choose.__wrapped__(config, torch.device("cuda"), dtype, B, T)
         assert other.joined == (parted(JOINED) if B > 256 else frozenset())
     assert coded == [True, False]  # fp16 errs an eighth as much as bf16, less than codes
+
+
+def whole_head(
+    r_NC: Tensor, dr_NC: Tensor, norm: Any, statistics: Any, weight_VC: Tensor, targets_N: Tensor, counts: Tensor,
+    partials_PS: Tensor, losses_P: Tensor,
+) -> None:  # fmt: skip
+    """`norm_head_raw` by plain torch: the sums of all rows in the first block's place."""
+    n_NC = r_NC if statistics.mean_N is None else r_NC - statistics.mean_N[:, None]
+    n_NC = n_NC * statistics.rstd_N[:, None]
+    with torch.enable_grad():
+        z_NV = (norm_reference(r_NC, norm.weight_C, norm.bias_C, eps=1e-5, kind=norm.kind) @ weight_VC.t()).detach()
+        losses_N = F.cross_entropy(z_NV.requires_grad_(), targets_N, ignore_index=-100, reduction="sum")
+        g_NV = torch.autograd.grad(losses_N, z_NV)[0] / counts.sum()
+        leaf_NC = r_NC.detach().requires_grad_()
+        h_NC = norm_reference(leaf_NC, norm.weight_C, norm.bias_C, eps=1e-5, kind=norm.kind)
+        dr_NC.copy_(torch.autograd.grad(h_NC, leaf_NC, g_NV @ weight_VC)[0])
+    V, (C, columns) = len(weight_VC), (r_NC.shape[1], head.class_columns(len(weight_VC)))
+    partials_PS.zero_()
+    partials_PS[0, : C * columns].view(C, columns)[:, :V] = n_NC.t() @ g_NV
+    partials_PS[0, C * columns :][:V] = g_NV.sum(0)
+    losses_P.zero_()
+    losses_P[0] = losses_N.detach()
+
+
+@pytest.mark.parametrize("name", ["learned, tanh", "one key/value head, RMSNorm, no biases"])
+def test_the_whole_head_is_wired_to_the_same_function(
+    played: Callable[[Choices], None], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
+    monkeypatch.setattr(head, "missing", lambda *_: None)
+    monkeypatch.setattr(head, "WIDTH", 24)
+    monkeypatch.setattr(head, "norm_head_raw", whole_head)
+    sizes: Any = {"layers": 2, "width": 24, "heads": 3, "context": 13, **CONFIGS[name]}
+    config = LanguageConfig(decoder=DecoderConfig(**sizes), vocabulary=11)
+    models = [LanguageModel(config, impl=impl, seed=5) for impl in ("reference", "fused")]
+    for model in models:
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    tokens = torch.randint(0, 11, (2, 13), generator=torch.Generator().manual_seed(1))
+    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
+    losses = [model.loss(batch) for model in models]
+    assert type(losses[1].grad_fn).__name__.startswith("_NormHead")
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
+    for times in (1, 3):
+        losses = [times * model.loss(batch) for model in models]
+        gradients = [
+            torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, models, strict=True)
+        ]
+        for right, got in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, right, rtol=2e-4, atol=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ridgeline.errors import UnsupportedError
+from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops._cuda import compiler, nvrtc
 from ridgeline.ops.dropout import DropoutState, hidden_keep, quantise
@@ -93,6 +93,38 @@ def test_cache_is_keyed_by_source_header_option_and_arch(kernel_file: Path, monk
     assert cuda.build(kernel_file, {"OFFSET": 1}).image != first.image
     assert len(compiled) == 4
     assert len(list(compiler.cache_directory().glob("*.cubin"))) == 4
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+def test_sources_edited_meanwhile_are_not_kept_under_the_key_of_what_they_were(
+    kernel_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, part = cuda.build(kernel_file, {"OFFSET": 1}), kernel_file.parent / "part.cuh"
+    for kept in compiler.cache_directory().iterdir():
+        kept.unlink()
+    real = nvrtc.compile_cubin
+
+    def editing(*arguments):
+        kernel_file.write_text(SOURCE.replace("* factor", "- factor"))
+        part.write_text("#define PART 3\n")
+        return real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nvrtc, "compile_cubin", editing)
+        assert cuda.build(kernel_file, {"OFFSET": 1}).image == first.image
+    assert cuda.build(kernel_file, {"OFFSET": 1}).image != first.image
+    assert len(list(compiler.cache_directory().glob("*.cubin"))) == 2
+
+
+@pytest.mark.usefixtures("needs_nvrtc")
+def test_two_headers_of_one_name_are_refused(kernel_file: Path) -> None:
+    other = kernel_file.parent / "other"
+    other.mkdir()
+    (other / "part.cuh").write_text("#define PART 4\n")
+    (other / "more.cuh").write_text('#include "part.cuh"\n')
+    kernel_file.write_text(f'#include "other/more.cuh"\n{SOURCE}')
+    with pytest.raises(ConfigError, match=r"includes two files by the one name part\.cuh"):
+        cuda.build(kernel_file, {"OFFSET": 1})
 
 
 @pytest.mark.usefixtures("needs_nvrtc")

@@ -6,7 +6,9 @@ import torch
 from error_budget import DEVICE, DTYPES, compare
 from ridgeline.errors import UnsupportedError
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.ops.embedding import embedding
+from ridgeline.ops.embedding import NormOf, embedding, embedding_norm
+from ridgeline.ops.norm.reference import NormKind, norm_reference
+from ridgeline.ops.sink import ATTRIBUTE, GradientSink
 
 pytest.importorskip("triton")
 DROPOUT = DropoutState(torch.tensor([99, 3], device=DEVICE), sample_offset=7)
@@ -116,3 +118,73 @@ def test_real_shapes(B: int, T: int, V: int, C: int) -> None:
         return embedding(ids, table, positions, p=0.1, dropout=DROPOUT, site=4, impl=impl)
 
     compare(op, inputs, "triton")
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize(("C", "positions", "shift"), [(24, True, True), (64, False, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_a_norm_it_is_the_embedding_and_the_norm_of_what_is_stored(
+    dtype: torch.dtype, C: int, positions: bool, shift: bool, kind: NormKind
+) -> None:
+    generator = torch.Generator().manual_seed(C)
+    table, places, scale, moved = (
+        torch.randn(*shape, generator=generator).to(DEVICE, dtype) for shape in ((9, C), (7, C), (C,), (C,))
+    )
+    ids = torch.randint(0, 9, (3, 5), generator=generator).to(DEVICE)
+    table.requires_grad_()
+    places.requires_grad_()
+    place, bias = places if positions else None, moved if shift else None
+    normed = embedding_norm(ids, table, place, NormOf(scale, bias, 1e-5, kind))
+    alone = embedding(ids, table, place, impl="triton")
+    assert torch.equal(normed.x_BTC, alone)
+    expected = norm_reference(
+        alone.double(), scale.double(), None if bias is None else bias.double(), eps=1e-5, kind=kind
+    )
+    error = 1e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(normed.h_NC.double(), expected.flatten(0, 1), rtol=error, atol=error)
+    rows = alone.detach().double().flatten(0, 1)
+    mean = rows.mean(1) if kind == "layernorm" else torch.zeros_like(rows[:, 0])
+    rstd = ((rows - mean[:, None]).square().mean(1) + 1e-5).rsqrt()
+    torch.testing.assert_close(normed.rstd_N.double(), rstd, rtol=1e-5, atol=0)
+    if normed.mean_N is not None:
+        torch.testing.assert_close(normed.mean_N.double(), mean, rtol=1e-5, atol=1e-6)
+    assert (normed.mean_N is None) == (kind == "rmsnorm")
+    assert not normed.h_NC.requires_grad
+    wanted, start = [table, *([places] if positions else [])], torch.ones_like(alone)
+    for one, other in zip(
+        torch.autograd.grad(normed.x_BTC, wanted, start), torch.autograd.grad(alone, wanted, start), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_with_a_norm_it_refuses_what_it_refuses_alone() -> None:
+    norm = NormOf(torch.ones(8, device=DEVICE), None, 1e-5, "rmsnorm")
+    with pytest.raises(UnsupportedError, match="at least 5 rows, got 4"):
+        embedding_norm(
+            torch.zeros(2, 5, dtype=torch.int64, device=DEVICE), torch.ones(3, 8, device=DEVICE),
+            torch.ones(4, 8, device=DEVICE), norm,
+        )  # fmt: skip
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("B", "T", "V", "C", "R"), [(5, 7, 9, 24, 7), (70, 3, 65, 16, 5)])
+@pytest.mark.parametrize("add", [False, True])
+def test_table_and_positions_in_one_pass(
+    add: bool, B: int, T: int, V: int, C: int, R: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(B)
+    table, places = (torch.randn(n, C, generator=generator).to(DEVICE).requires_grad_() for n in (V, R))
+    ids = torch.randint(0, V, (B, T), generator=generator).to(DEVICE)
+    dout = torch.randn(B, T, C, generator=generator).to(DEVICE)
+    right = torch.autograd.grad(embedding(ids, table, places), (table, places), dout)
+    monkeypatch.setattr("ridgeline.ops.embedding.triton.MANY_ITEMS", 0)
+    targets = [torch.full_like(x, 2.0) for x in right]
+    for weight, target in zip((table, places), targets, strict=True):
+        sink = GradientSink(target)
+        sink.begin(add=add)
+        setattr(weight, ATTRIBUTE, sink)
+    out = embedding(ids, table, places, impl="triton")
+    assert torch.autograd.grad(out, (table, places), dout, allow_unused=True) == (None, None)
+    for target, expected in zip(targets, right, strict=True):
+        torch.testing.assert_close(target - 2 * add, expected, rtol=1e-5, atol=1e-5)

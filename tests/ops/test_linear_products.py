@@ -27,12 +27,13 @@ def described(
     norm: None = None,  # test_folded.py has those
     folded: None = None,
     terms: gemm.RowTerms | None = None,
+    summed: bool = True,
 ) -> Tensor | None:
     """As the docstrings of `gemm` and `stationary` have it."""
     acc = a_MK.double() @ (b if transposed_b else b.t()).double()
     if factor_MN is not None:
         out_MN.copy_(acc * factor_MN.double())
-        return out_MN.float().sum(0, keepdim=True)
+        return out_MN.float().sum(0, keepdim=True) if summed else None
     if terms is not None:
         shift_M, slope_M = terms.terms_2M.double()
         acc = terms.factor_1.double() * acc + shift_M[:, None] + slope_M[:, None] * terms.c_MN.double()

@@ -225,6 +225,56 @@ def input_cases() -> dict[str, Case]:
     }
 
 
+def gather_norm_cases() -> dict[str, Case]:
+    from ridgeline.ops.embedding import triton as embedding
+    from ridgeline.ops.norm.triton import forward_config
+
+    launch = forward_config(8192, 256)
+    return {
+        "embedding with its norm": Case(
+            embedding.gather_norm_kernel,
+            pointers("i64 ids; bf16 table positions weight bias out h; fp32 mean rstd"),
+            {"N": "i32", "T": "i32/16", "eps": "fp32"},
+            {"C": 256, "V": 65, "RMS": False, "ROWS": launch.rows, "BLOCK_C": 256},
+            launch,
+        )
+    }
+
+
+def place_gradients_cases() -> dict[str, Case]:
+    from ridgeline.ops.embedding import triton as embedding
+
+    return {
+        "gradients of table and positions": Case(
+            embedding.table_and_place_gradients_kernel,
+            pointers("bf16 dout; i64 ids; fp32 partials dplaces"),
+            {"partials_stride": "i32/16", "B": "i32", "T": "i32/16"},
+            {
+                "C": 256, "V": 65, "PLACES": embedding.PLACES, "ROWS": embedding.BESIDE.rows, "BLOCK_V": 128,
+                "BLOCK_C": 256, "ACCUMULATE": False,
+            },
+            embedding.BESIDE,
+        )
+    }  # fmt: skip
+
+
+def head_gradients_cases() -> dict[str, Case]:
+    from ridgeline.ops.mlp import head_triton
+
+    return {
+        "gradients of a narrow head": Case(
+            head_triton.head_gradients_kernel,
+            pointers("fp32 partials; bf16 weight scale shift; fp32 factor dweight dscale dshift"),
+            {"stride": "i32/16", "P": "i32"},
+            {
+                "C": 256, "V": 65, "COLUMNS": 72, "ADD_WEIGHT": False, "ADD_SCALE": False, "ADD_SHIFT": True,
+                "BLOCK_P": head_triton.LAUNCH.rows, "BLOCK_V": 128,
+            },
+            head_triton.LAUNCH,
+        )
+    }  # fmt: skip
+
+
 def planted_cases() -> dict[str, Case]:
     """dk += (q kᵀ)ᵀ q with a transposed register result, which the lint must catch, and without."""
     import triton
@@ -298,6 +348,9 @@ def all_cases() -> dict[str, Case]:
         | folded_cases()
         | activation_cases()
         | cross_entropy_cases()
+        | gather_norm_cases()
+        | place_gradients_cases()
+        | head_gradients_cases()
         | embedding_cases()
         | input_cases()
         | other_cases()

@@ -10,7 +10,9 @@ import pytest
 
 from report import samples
 from ridgeline.bench.goals import find_records
+from ridgeline.bench.workloads import floor_s, workload
 from ridgeline.errors import ConfigError
+from ridgeline.hardware import card
 from ridgeline.records import RecordError
 from ridgeline.report import docs
 
@@ -130,9 +132,19 @@ def test_performance_has_a_row_for_every_goal_measured_or_not(monkeypatch):
     monkeypatch.chdir(ROOT)
     table = rows(docs.performance([samples.ladder()]))
     assert len(table) == 11
-    assert table[0] == ["`hal-20m` 512 × 256, bf16", "3.55 M", "1.74 M (`max-autotune`)", "2.04×", "43%", "57%"]
+    assert table[0] == ["`hal-20m` 512 × 256, bf16", "3.55 M", "1.74 M (`max-autotune`)", "2.04×", "43%", "59%"]
     assert table[1][1:] == ["–"] * 5
     assert docs.performance([]) == docs.MISSING
+
+
+def test_floors_of_all_rows_are_of_one_formula_whatever_a_record_was_counted_by(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    record = samples.ladder()
+    other = replace(record, contenders=[replace(r, floor_share=0.01) for r in record.contenders])
+    floor_ms = 1e3 * floor_s(workload("hal-20m"), card("h200"))
+    share = floor_ms / next(r.step_ms for r in record.contenders if r.name == "best")
+    assert rows(docs.performance([other]))[0][-1] == rows(docs.performance([record]))[0][-1] == f"{share:.0%}"
+    assert rows(docs.performance([replace(record, card="a card of 2030")]))[0][-1] == "–"
 
 
 def test_the_newest_record_counts():

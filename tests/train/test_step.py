@@ -132,7 +132,67 @@ def test_a_scale_that_no_longer_helps_stops_the_run():
         step(batch(seed))
     step.check()
     step(batch(19))
-    with pytest.raises(DivergedError, match="stopped at step 20"):
+    with pytest.raises(DivergedError, match=r"stopped at step 20: .*; first bad tensor: output of head"):
+        step.check()
+
+
+class Spoiled(torch.nn.Module):
+    """A model whose loss is spoiled in a way of its own once `way` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.root, self.way = torch.nn.Linear(8, 1), torch.nn.Parameter(torch.zeros(1)), ""
+
+    def loss(self, batch, dropout=None):
+        x = self.linear(torch.nn.functional.dropout(batch["tokens"].float(), 0.5)).square().mean()
+        if self.way == "output":
+            x = self.linear(batch["tokens"] / 0).mean()
+        if self.way == "loss":
+            x = x / 0
+        if self.way == "gradient":
+            x = x + self.root.sqrt().sum()
+        if self.way == "norm":
+            x = x + 3e38 * (self.root.sum() + self.linear.bias.sum())
+        return x
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"precision": "bf16-autocast"}])
+@pytest.mark.parametrize("make", [torch_step, lambda model, **how: engine_step(model, bad_steps=1, **how)])
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("output", "output of linear"),
+        ("loss", "the loss"),
+        ("gradient", "gradient of root"),
+        ("norm", "the norm of the gradients, whose squares are more than fp32 holds"),
+    ],
+)
+def test_on_the_cpu_a_step_that_is_not_finite_changes_nothing_and_names_what_is_not(way, told, make, settings):
+    model = Spoiled()
+    step = make(model, **settings)
+    step(batch(0))
+    step.check()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.way = way
+    step(batch(1))
+    chance = torch.get_rng_state()
+    with pytest.raises(DivergedError, match=rf"stopped at step 2: .*; first bad tensor: {told}"):
+        step.check()
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert step.metrics(1)[0].skipped
+
+
+def test_after_a_step_that_is_not_finite_nothing_more_is_learned_before_it_is_told():
+    model = Spoiled()
+    step = torch_step(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.way = "loss"
+    step(batch(0))
+    model.way = ""
+    step(batch(1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(DivergedError, match="stopped at step 1"):
         step.check()
 
 

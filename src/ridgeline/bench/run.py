@@ -22,8 +22,8 @@ from ridgeline.bench.nvml import Clocks, Monitor, course, merged, monitor
 from ridgeline.bench.plan import CPU_PLAN, Plan
 from ridgeline.bench.processes import Team, close_all
 from ridgeline.bench.timing import summarise
-from ridgeline.bench.workloads import Workload
-from ridgeline.cost import Utilisation, floor_of, step_utilisation, table_rates
+from ridgeline.bench.workloads import Workload, floor_s
+from ridgeline.cost import Utilisation, step_utilisation
 from ridgeline.errors import ConfigError, UnsupportedError
 from ridgeline.hardware import check_precision, present
 from ridgeline.models.accounting import step_cost
@@ -131,13 +131,13 @@ class _Bench:
             return None
         precision = check_precision(spec, self.case.precision)
         cost = step_cost(self.case.model, batch=self.case.batch, context=self.case.context, precision=precision)
-        floor_s = floor_of(cost.ops, table_rates(spec, precision)).seconds
-        if floor_s > seconds:
+        least = floor_s(self.case, spec)
+        if least > seconds:
             raise ConfigError(
-                f"a step of {seconds * 1e3:.4g} ms is shorter than its floor of {floor_s * 1e3:.4g} ms: what it moves "
+                f"a step of {seconds * 1e3:.4g} ms is shorter than its floor of {least * 1e3:.4g} ms: what it moves "
                 "stayed in the cache, or not all of the step was timed"
             )
-        return step_utilisation(cost, seconds, spec, precision, gpus=self.gpus), floor_s / seconds
+        return step_utilisation(cost, seconds, spec, precision, gpus=self.gpus), least / seconds
 
     def _result(self, team: Team, group: int) -> ContenderResult:
         own = self.gpus if self.several else None

@@ -7,8 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ridgeline.cost import floor_of, table_rates
 from ridgeline.errors import ConfigError
+from ridgeline.hardware import DeviceSpec, check_precision
 from ridgeline.models import LanguageConfig, ModelConfig
+from ridgeline.models.accounting import step_cost
 from ridgeline.models.config import LARGEST
 from ridgeline.presets import find_config
 from ridgeline.records import WorkloadInfo
@@ -81,6 +84,17 @@ def workload(name: str, *, batch: int | None = None, context: int | None = None,
         context=length,
         precision=precision,
     )
+
+
+def floor_s(case: Workload, spec: DeviceSpec) -> float:
+    """The least seconds of a step on a card, its ops one after another at the dense peaks of the card's table.
+
+    Raises:
+        UnsupportedError: the table has no peak of that precision.
+    """
+    precision = check_precision(spec, case.precision)
+    cost = step_cost(case.model, batch=case.batch, context=case.context, precision=precision)
+    return floor_of(cost.ops, table_rates(spec, precision)).seconds
 
 
 def vary(case: Workload, sweep: str) -> list[Workload]:

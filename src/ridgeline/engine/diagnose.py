@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.utils import _pytree as pytree
 from ridgeline.engine.feed import Feed
 from ridgeline.engine.passes import Passes
 from ridgeline.models.plan import fused_plan
+
+NOTHING = "none; the batch of the bad steps was another one"
 
 
 def _watch(found: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -23,6 +26,34 @@ def _watch(found: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]
     return hook
 
 
+@contextlib.contextmanager
+def watched(model: nn.Module) -> Iterator[list[str]]:
+    """For the duration every module's output is looked at; the list names those that are not finite, in their order."""
+    found: list[str] = []
+    fused = {module: module.impl for module in model.modules() if fused_plan(getattr(module, "impl", None))}
+    for module in fused:  # whose blocks are no calls of modules; the reference computes the same function by such
+        module.impl = "reference"  # type: ignore[assignment]
+    handles = [module.register_forward_hook(_watch(found, name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, impl in fused.items():
+            module.impl = impl
+
+
+def bad_gradient(gradients: Mapping[str, Tensor]) -> str | None:
+    """The first gradient that is not finite, or their norm; None where all is well."""
+    for name, gradient in gradients.items():
+        if not bool(torch.isfinite(gradient).all()):
+            return f"gradient of {name}"
+    norms = [torch.linalg.vector_norm(gradient.float()) for gradient in gradients.values()]
+    if norms and not bool(torch.isfinite(torch.linalg.vector_norm(torch.stack(norms)))):
+        return "the norm of the gradients, whose squares are more than fp32 holds"
+    return None
+
+
 def first_bad(model: nn.Module, passes: Passes, feed: Feed) -> str:
     """The first output of a module, in the order of the forward pass, or else gradient, that is not finite.
 
@@ -31,12 +62,7 @@ def first_bad(model: nn.Module, passes: Passes, feed: Feed) -> str:
         passes: forward and backward, uncompiled; waits for the device, so not to be captured.
         feed: holds the batch.
     """
-    found: list[str] = []
-    fused = {module: module.impl for module in model.modules() if fused_plan(getattr(module, "impl", None))}
-    for module in fused:  # whose blocks are no calls of modules; the reference computes the same function by such
-        module.impl = "reference"  # type: ignore[assignment]
-    handles = [module.register_forward_hook(_watch(found, name)) for name, module in model.named_modules()]
-    try:
+    with watched(model) as found:
         for part in range(passes.cut.accumulate):
             for lane in range(passes.cut.lanes):
                 target = passes.forward(feed, part, lane)
@@ -45,12 +71,7 @@ def first_bad(model: nn.Module, passes: Passes, feed: Feed) -> str:
                 if not bool(torch.isfinite(target)):
                     return "the loss"
                 passes.backward(target, part, lane)
-                for name, view in passes.flat.views(passes.flat.lanes[lane].buffer).items():
-                    if not bool(torch.isfinite(view).all()):
-                        return f"gradient of {name}"
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module, impl in fused.items():
-            module.impl = impl
-    return "none; the batch of the bad steps was another one"
+                bad = bad_gradient(passes.flat.views(passes.flat.lanes[lane].buffer))
+                if bad is not None:
+                    return bad
+    return NOTHING

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import os
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import torch
@@ -63,6 +64,28 @@ class Replicas:
         alone = not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if alone else dist.get_rank(group)
         self.world = 1 if alone else dist.get_world_size(group)
+
+    @torch.no_grad()
+    def agree(self, settings: Mapping[str, object], device: torch.device) -> None:
+        """All processes have the same settings; exchanged by way of `device`.
+
+        Raises:
+            ConfigError: one differs, in every process.
+        """
+        if self.world == 1:
+            return
+        digests = (hashlib.sha256(repr(value).encode()).digest()[:8] for value in settings.values())
+        own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8).to(device)
+        first = own.clone()
+        with connected():
+            dist.broadcast(first, group=self.group, group_src=0)
+        differ = self.sum((own != first).view(-1, 8).any(1).float())
+        odd = [name for name, number in zip(settings, differ.tolist(), strict=True) if number]
+        if odd:
+            raise ConfigError(
+                f"the processes do not train alike: {odd[0]} of process 0 and of another one differ, here "
+                f"{textwrap.shorten(repr(settings[odd[0]]), 200, placeholder=' …')}; start all of them with the same"
+            )
 
     @torch.no_grad()
     def same(self, tensors: Iterable[Tensor]) -> None:

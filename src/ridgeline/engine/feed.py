@@ -20,7 +20,8 @@ def tensors_of(batch: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
     """The tensors of a nest of dicts, lists and tuples, and how to put it together again.
 
     Raises:
-        ConfigError: something in it is no tensor, or the tensors do not share their first dimension.
+        ConfigError: something in it is no tensor of numbers side by side, the tensors do not share their first
+            dimension, or there is nothing in them.
     """
     leaves, spec = pytree.tree_flatten(batch)
     for leaf in leaves:
@@ -29,9 +30,15 @@ def tensors_of(batch: Any) -> tuple[list[Tensor], pytree.TreeSpec]:
                 f"a batch holds tensors whose first dimension is the sample, got {type(leaf).__name__} "
                 f"{'of no dimension' if isinstance(leaf, Tensor) else repr(leaf)[:40]}"
             )
+        if leaf.layout != torch.strided or leaf.is_nested or leaf.is_meta:
+            kind = "nested" if leaf.is_nested else "meta" if leaf.is_meta else str(leaf.layout).removeprefix("torch.")
+            raise ConfigError(f"a batch holds dense tensors with values, got a {kind} one; convert or pad it first")
     samples = {len(leaf) for leaf in leaves}
-    if len(samples) != 1 or 0 in samples:
+    if len(samples) != 1:
         raise ConfigError(f"a batch needs tensors with one common number of samples, got {sorted(samples)}")
+    if not any(leaf.numel() for leaf in leaves):
+        shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+        raise ConfigError(f"a batch of {shapes} is empty; there is nothing to learn from it")
     return leaves, spec
 
 

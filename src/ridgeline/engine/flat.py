@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from ridgeline.engine.demands import device_of, refuse_hooks
 from ridgeline.engine.gradients import Gradients
 from ridgeline.engine.slots import Decays, lay_out, matrices_decay
 from ridgeline.errors import CheckpointError, ConfigError
@@ -36,37 +38,19 @@ def _refresh_owner(model: nn.Module, _: object) -> None:
         _OWNERS[model].refresh()
 
 
-def _check(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
-    """The one device of the parameters; a clear error for those that cannot be masters."""
-    trainable = [(name, p) for name, p in named if p.requires_grad]
-    if not trainable:
-        raise ConfigError("the model has no parameter that requires a gradient; there is nothing to train")
-    device = trainable[0][1].device
-    if device.type == "meta":
-        raise ConfigError(f"parameter {trainable[0][0]} is on meta and has no values; build the model on a real device")
-    for name, parameter in named:
-        if parameter.device != device:
-            raise ConfigError(
-                f"parameter {name} is on {parameter.device}, {trainable[0][0]} on {device}; move the model to one "
-                "device"
-            )
-    for name, parameter in trainable:
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ConfigError(f"parameter {name} has no values; call the model once, so that lazy modules get theirs")
-        if parameter.dtype != torch.float32:
-            raise ConfigError(
-                f"parameter {name} is {parameter.dtype}; hand over an fp32 model (model.float()) and choose the "
-                "precision of the step instead"
-            )
-        _refuse_hooks(name, parameter)
-    return device
+def lies_in_a_step(tensor: Tensor) -> bool:
+    """Whether a parameter is one that some step, of whatever model, trains."""
+    return any(flat.name_at_rest(tensor) is not None or flat.is_leaf(tensor) for flat in list(_OWNERS.values()))
 
 
-def _refuse_hooks(name: str, parameter: nn.Parameter) -> None:
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        raise ConfigError(
-            f"parameter {name} has a hook on its gradient, which a step does not call; put what it does into the loss"
-        )
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to in place, but for writes to its `data`; 0 where PyTorch keeps no account."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _alone(view: Tensor) -> Tensor:
+    """The same memory as a tensor whose storage ends where it ends: code that saves weights looks at storages."""
+    return from_dlpack(to_dlpack(view))
 
 
 class FlatParameters:
@@ -78,6 +62,7 @@ class FlatParameters:
         decays: which of AdamW's parameters weight decay applies to.
         orthogonal: names of the matrices that Muon trains, all of which decay.
         lanes: parts of a batch that run beside each other.
+        world: processes that train together, each of which has a number of its own to tell the others in every step.
 
     Attributes:
         masters: fp32[N].
@@ -96,9 +81,10 @@ class FlatParameters:
         decays: Decays = matrices_decay,
         orthogonal: Collection[str] = (),
         lanes: int = 1,
+        world: int = 1,
     ) -> None:
         named = list(model.named_parameters())
-        self.device = _check(named)
+        self.device = device_of(named, list(model.named_buffers()))
         self.compute = compute
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self._model, self._learns = model, {id(p): p.requires_grad for _, p in named}
@@ -108,18 +94,21 @@ class FlatParameters:
             if name not in by_name or by_name[name].dim() != 2:
                 raise ConfigError(f"Muon trains matrices of the model, and {name} is no trainable one")
         self.slots, self.start, self.boundary, self.size = lay_out(trainable, decays, orthogonal)
-        self.masters = torch.zeros(self.size, device=self.device)
+        self.masters = torch.zeros(self.size, dtype=torch.float32, device=self.device)
         same = compute == torch.float32
         self.copies = self.masters if same else torch.zeros(self.size, dtype=compute, device=self.device)
         with torch.no_grad():
             for slot in self.slots:
                 view = slot.of(self.masters)
                 view.copy_(by_name[slot.name])
-                by_name[slot.name].data = view
-        self.lanes = [Gradients(self.slots, self.copies) for _ in range(lanes)]
+                by_name[slot.name].data = _alone(view)
+        self.lanes = [Gradients(self.slots, self.copies, world) for _ in range(lanes)]
         positions = {id(by_name[slot.name]): index for index, slot in enumerate(self.slots)}
         self._fixed: list[tuple[Tensor, Tensor]] = []  # (source, copy) of frozen parameters and buffers
         self._sites = self._find_sites(model, positions)
+        self._buffers = [(module, name, b) for module in model.modules() for name, b in module._buffers.items()]
+        self._sources = [at_rest for _, _, at_rest, _ in self._sites] if compute != torch.float32 else []
+        self._lent = False
         self.refresh()
         _OWNERS[model] = self
         model.register_load_state_dict_post_hook(_refresh_owner)
@@ -148,25 +137,39 @@ class FlatParameters:
         return sites
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """Makes the copies equal to the masters, after something other than a step has changed these."""
-        self.check_views()
+    def refresh(self, *, captured: bool = False) -> None:
+        """Makes the copies equal to what they are copies of, after something other than a step has changed it.
+
+        Raises:
+            ConfigError: as `check_views` does.
+        """
+        self.check_views(captured=captured)
         if self.copies is not self.masters:
             self.copies.copy_(self.masters)
         for source, copy in self._fixed:
             copy.copy_(source)
+        self._versions = [version(tensor) for tensor in self._sources]
 
-    @property
-    def has_fixed_copies(self) -> bool:
-        """Whether the model computes with copies of frozen parameters or buffers."""
-        return bool(self._fixed)
+    def follow(self) -> None:
+        """Refreshes the copies where somebody has changed weights, frozen parameters or buffers in place."""
+        if [version(tensor) for tensor in self._sources] != self._versions:
+            self.refresh()
 
-    def check_views(self) -> None:
+    def check_views(self, *, captured: bool = False) -> None:
         """That the model's parameters are those that the buffers were made for, and lie in them.
 
+        Args:
+            captured: a graph reads the model's buffers where they lay when it was made.
+
         Raises:
-            ConfigError: one was replaced, moved, added, frozen, thawed or given a hook.
+            ConfigError: one was replaced, moved, added, frozen, thawed or given a hook, or the model computes with a
+                step's weights at present.
         """
+        if self._lent:
+            raise ConfigError(
+                "the model computes with a step's weights at present (inside weights(), a loss or another thread); "
+                "take steps and load weights when that is over"
+            )
         low, high = self.masters.data_ptr(), self.masters.data_ptr() + 4 * self.size
         for module, name, at_rest, _ in self._sites:
             trained = self._learns.get(id(at_rest), False)
@@ -176,16 +179,23 @@ class FlatParameters:
                     f"{type(module).__name__}.{name} was replaced or moved after the step was built; move and convert "
                     "the model first, and load weights with load_state_dict(…, assign=False)"
                 )
+        for module, name, buffer in self._buffers if captured else ():
+            if module._buffers.get(name) is not buffer:
+                raise ConfigError(
+                    f"buffer {type(module).__name__}.{name} was replaced after the step was built, and captured steps "
+                    "read the old one; write to it in place (copy_, fill_)"
+                )
         for name, parameter in self._model.named_parameters():
             if self._learns.get(id(parameter)) != parameter.requires_grad:
                 raise ConfigError(
                     f"parameter {name} was added, frozen or thawed after the step was built; build it anew"
                 )
-            _refuse_hooks(name, parameter)
+            refuse_hooks(name, parameter)
 
     @contextlib.contextmanager
     def swapped(self, lane: int = 0) -> Iterator[None]:
         """For the duration the module computes with the copies, as `model.bfloat16()` would, and a lane's leaves."""
+        lent, self._lent = self._lent, True
         for module, name, _, during in self._sites:
             setattr(module, name, during[lane])
         try:
@@ -193,6 +203,7 @@ class FlatParameters:
         finally:
             for module, name, at_rest, _ in self._sites:
                 setattr(module, name, at_rest)
+            self._lent = lent
 
     def beside(self) -> list[Tensor]:
         """The model's frozen parameters and buffers, of any dtype, but for those that repeat their own memory."""
@@ -200,16 +211,31 @@ class FlatParameters:
         whole = (t for t in (*frozen, *self._model.buffers()) if t.numel() and all(t.stride()))
         return [t for t in whole if t.device.type == self.device.type]
 
+    def described(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of what processes that train together must have alike."""
+        return [
+            *((slot.name, tuple(slot.shape)) for slot in self.slots),
+            *(("", tuple(t.shape)) for t in self.beside()),
+        ]
+
     def name_at_rest(self, tensor: Tensor | None) -> str | None:
         """The name of a parameter that learns, as the module holds it between steps; None for any other tensor."""
         return self._at_rest.get(id(tensor))
 
-    def written_buffers(self) -> list[str]:
-        """Buffers whose copies the model has written to since the last refresh; the model's own stay as they were."""
-        written = {id(copy) for source, copy in self._fixed if not torch.equal(copy, source.to(self.compute))}
-        return [
-            f"{type(module).__name__}.{name}" for module, name, _, during in self._sites if id(during[0]) in written
-        ]
+    def is_leaf(self, tensor: Tensor) -> bool:
+        """Whether a tensor is what the module computes with during a step."""
+        return any(leaf is tensor for lane in self.lanes for leaf in lane.leaves)
+
+    def held(self, lane: int) -> list[tuple[str, Tensor]]:
+        """What a forward pass in a lane may not write to, by name: copies, and what other lanes read meanwhile."""
+        held = {}
+        if self.compute != torch.float32 or len(self.lanes) > 1:
+            held = {id(d[lane]): (f"{type(m).__name__}.{name}", d[lane]) for m, name, _, d in self._sites}
+        for module in self._model.modules() if len(self.lanes) > 1 else ():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None:
+                    held.setdefault(id(tensor), (f"{type(module).__name__}.{name}", tensor))
+        return list(held.values())
 
     @property
     def grad(self) -> Tensor:

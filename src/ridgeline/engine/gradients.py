@@ -19,16 +19,19 @@ class Gradients:
     Args:
         slots: the flat layout.
         copies: flat buffer of the weights that the module computes with; the leaves are views of it.
+        world: processes that train together.
 
     Attributes:
         leaves: parameters in the order of the slots, fresh, so that no autograd node of another stream hangs on them.
         sinks: where each leaf's gradient goes, in the same order.
-        buffer: fp32[N + ALIGN], the gradients, then a slot for the loss and one for its weight.
+        buffer: fp32[N + ALIGN], the gradients, then a slot for the loss, one for its weight, and where several
+            processes train one for the size of each one's batch; longer where so many do not fit.
     """
 
-    def __init__(self, slots: Sequence[Slot], copies: Tensor) -> None:
-        self.slots, self.size = slots, copies.numel()
-        self.buffer = torch.zeros(self.size + ALIGN, device=copies.device)
+    def __init__(self, slots: Sequence[Slot], copies: Tensor, world: int = 1) -> None:
+        self.slots, self.size, self._world = slots, copies.numel(), world if world > 1 else 0
+        behind = -(-(2 + self._world) // ALIGN) * ALIGN
+        self.buffer = torch.zeros(self.size + behind, dtype=torch.float32, device=copies.device)
         self.leaves = [nn.Parameter(slot.of(copies)) for slot in slots]
         self.sinks = [GradientSink(slot.of(self.buffer)) for slot in slots]
         for slot, leaf, sink in zip(slots, self.leaves, self.sinks, strict=True):
@@ -97,7 +100,7 @@ class Gradients:
     def _add_all(self, gradients: list[Tensor]) -> None:
         """Adds a gradient to every slot with few launches: converted to fp32 side by side, then one sum."""
         if self._scratch is None:
-            self._scratch = torch.zeros(self.size, device=self.buffer.device)
+            self._scratch = torch.zeros(self.size, dtype=torch.float32, device=self.buffer.device)
         torch._foreach_copy_([slot.of(self._scratch) for slot in self.slots], gradients)
         self.buffer[: self.size].add_(self._scratch)
 
@@ -117,6 +120,11 @@ class Gradients:
         return self.buffer[self.size + 1 : self.size + 2]
 
     @property
+    def sizes(self) -> Tensor:
+        """fp32[world], or none of one process alone: the sizes of the batches, zeros in all places but its own."""
+        return self.buffer[self.size + 2 : self.size + 2 + self._world]
+
+    @property
     def carried(self) -> Tensor:
-        """Gradients, loss and weight: what is summed over lanes and processes."""
-        return self.buffer[: self.size + 2]
+        """Gradients, loss, weight and sizes: what is summed over lanes and processes."""
+        return self.buffer[: self.size + 2 + self._world]

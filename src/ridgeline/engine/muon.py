@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ridgeline.engine.flat import FlatParameters
+from ridgeline.errors import ConfigError
 from ridgeline.ops.optimizer.muon import MuonState, muon_after, muon_before
-from ridgeline.optim import OptimizerConfig, orthogonalise
+from ridgeline.optim import OptimizerConfig, hidden_matrices, orthogonalise
+
+
+def muon_names(model: nn.Module, config: OptimizerConfig, names: Collection[str] | None) -> Collection[str]:
+    """The names of the matrices that Muon trains: those given, or the hidden ones of the model.
+
+    Raises:
+        ConfigError: some are given, and the algorithm is not Muon; or they are no collection of names.
+    """
+    if isinstance(names, str):
+        raise ConfigError(f"orthogonal is a list of names, got the one name {names!r}")
+    if config.algorithm == "adamw":
+        if names:
+            raise ConfigError("orthogonal names matrices for Muon, but the optimizer's algorithm is adamw; choose muon")
+        return ()
+    return hidden_matrices(model) if names is None else names
 
 
 class MuonUpdate:

@@ -9,65 +9,34 @@ the order of the parts, then over the lanes in their order, so the sum is the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ridgeline.engine.feed import Feed
+from ridgeline.engine.demands import scalar
+from ridgeline.engine.feed import Feed, tensors_of
 from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.phases import Mark, no_mark
 from ridgeline.engine.precision import Precision
 from ridgeline.engine.reduction import Reduction
+from ridgeline.engine.watch import Watch
 from ridgeline.errors import ConfigError
+from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.known import one
-from ridgeline.optim import OptimizerConfig
 
 LossCall = Callable[[Any, DropoutState], Tensor]
 
 
-def demand(model: object, loss: object, optimizer: object, weight: object) -> None:
-    """What a step is made of is of the right kind.
-
-    Raises:
-        ConfigError: with what was expected and what came.
-    """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model must be an nn.Module, got {model!r}")
-    if loss is None and not callable(getattr(model, "loss", None)):
-        raise ConfigError(f"{type(model).__name__} has no method loss(batch, dropout); pass loss=")
-    if loss is not None and not callable(loss):
-        raise ConfigError(f"loss must be a function of the model and a batch, got {loss!r}")
-    if not isinstance(optimizer, OptimizerConfig | None):
-        raise ConfigError(f"optimizer must be an OptimizerConfig, got {type(optimizer).__name__}")
-    if weight is not None and not callable(weight):
-        raise ConfigError(f"weight must be a function of a part of a batch, got {weight!r}")
-
-
-def _scalar(value: object, what: str) -> Tensor:
-    """What a user's function gave, if it is one real number in a tensor.
-
-    Raises:
-        ConfigError: it is something else; `what` says what it ought to be.
-    """
-    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.view(())
-    got = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise ConfigError(f"{what}; got {got}")
-
-
-def _graph(loss: Tensor) -> Iterator[Any]:
-    """The nodes of a loss's autograd graph, each once."""
-    seen, nodes = set(), [loss.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            nodes.extend(source for source, _ in node.next_functions)
-            yield node
+def targets_that_count(batch: Any) -> Tensor:
+    """fp32 scalar: the share of a part's targets that count, 1 where it has none by that name."""
+    if isinstance(batch, Mapping) and "targets" in batch:
+        return (batch["targets"] != IGNORE).float().mean()
+    first = tensors_of(batch)[0][0]
+    return torch.ones((), dtype=torch.float32, device=first.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +78,7 @@ class Passes:
     Attributes:
         loss: as given.
         whole: fp32[1], the own loss of a batch in one piece; None where the loss lies in the lanes' slots.
-        watchful: in the pass that comes next it is seen to that no gradient goes past the leaves; then it is False.
+        watch: makes what watches the forward pass of a lane, as the first one of each batch shape is; else None.
     """
 
     def __init__(
@@ -127,7 +96,7 @@ class Passes:
         self.seed_step, self.loss_scale = seed_step, loss_scale
         self.mark: Mark = no_mark
         self.whole: Tensor | None = None
-        self.watchful = True
+        self.watch: Callable[[int], Watch] | None = None
         # the loss's own gradient: for a stranger, who might write to it, it is filled anew in every step
         self._one = one(flat.device) if own else None
         self._streams: list[torch.cuda.Stream] = []
@@ -139,6 +108,8 @@ class Passes:
 
         The gradients may leave by `reduction` while the last part's backward pass goes on; its `finish` is to follow.
         """
+        if reduction is not None:
+            reduction.tell()
         beside = self.cut.lanes > 1  # then a lane's forward may run under another's backward
         for part in range(self.cut.accumulate):
             self.mark("forward and backward" if beside else "forward")
@@ -157,7 +128,7 @@ class Passes:
             del targets
             self._join()
         self.flat.merge()
-        self.watchful = False
+        self.watch = None
 
     def _in(self, lane: int) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self._streams[lane - 1]) if lane and self._streams else contextlib.nullcontext()
@@ -182,30 +153,18 @@ class Passes:
         samples = len(feed.static[0]) // pieces
         dropout = DropoutState(self.seed_step, (self.cut.rank * pieces + number) * samples)
         with self.flat.swapped(lane), self.precision.products(), torch.enable_grad():
+            watch = self.watch(lane) if self.watch is not None and part == 0 else None
             with self.precision.forward(self.flat.device):
-                loss = _scalar(self.loss(piece, dropout), "the loss must be a scalar tensor, a mean over the samples")
+                loss = scalar(self.loss(piece, dropout), "the loss must be a scalar tensor, a mean over the samples")
             if not loss.requires_grad:
                 raise ConfigError(
                     "the loss has no gradient: it was detached, computed under no_grad, or comes from no weight that "
                     "trains"
                 )
-            if self.watchful:
-                self._watch(loss, lane)
+            if watch is not None:
+                watch.over(loss)
             target = self._weighted(loss.float(), piece, part, lane)
             return target * self.loss_scale.view(()) if self.precision.scaled else target
-
-    def _watch(self, loss: Tensor, lane: int) -> None:
-        for node in _graph(loss):
-            name = self.flat.name_at_rest(getattr(node, "variable", None))
-            if name is not None:
-                raise ConfigError(
-                    f"the loss reads parameter {name} from a list, closure or the like, where a step cannot put its "
-                    "own; read it from its module whenever it is used"
-                )
-            if type(node).__name__ == "CheckpointFunctionBackward":
-                raise ConfigError("a step would lose gradients of a checkpoint with use_reentrant=True; pass False")
-        if any(leaf.grad is not None for leaf in self.flat.lanes[lane].leaves):
-            raise ConfigError("the loss runs a backward pass of its own; return the sum of all that is to be minimised")
 
     def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int) -> Tensor:
         """The loss times its share of the whole batch; adds both to the lane's slots, unless it is all of it."""
@@ -215,7 +174,7 @@ class Passes:
             self.whole = loss.detach().view(1)
             return loss
         if self.cut.weight is not None:
-            share = _scalar(self.cut.weight(piece), "weight must return a scalar tensor").float() * share
+            share = scalar(self.cut.weight(piece), "weight must return a scalar tensor").float() * share
         target = loss * share if isinstance(share, Tensor) or share != 1.0 else loss
         with torch.no_grad():
             noted = target.detach().view(1)

@@ -40,10 +40,17 @@ class Precision:
             torch.set_float32_matmul_precision(before)
 
     def forward(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """The context of the forward pass."""
+        """The context of the forward pass: a precision's own autocast or none, whatever stands around it."""
         if self.autocast is None:
-            return contextlib.nullcontext()
+            return without_autocast(device)
         return torch.autocast(device.type, dtype=self.autocast)
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """No autocast, also inside somebody else's."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 PRECISIONS = {

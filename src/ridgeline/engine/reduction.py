@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ridgeline.engine.distributed import Replicas, connected
 from ridgeline.engine.flat import FlatParameters
-from ridgeline.errors import RidgelineError
+from ridgeline.errors import ConfigError, RidgelineError
 
 
 @dataclass
@@ -66,20 +66,54 @@ class Reduction:
     Args:
         replicas: the processes, more than one.
         flat: whose first lane's gradients, loss and weight are summed.
+        size: of this process' batch. Where the processes' differ, the step is skipped, and `check` says so.
+        unit: what the size counts.
 
     Attributes:
+        uneven: fp32[world], the sizes of the processes' batches in the last step in which they differed, else zeros.
         buckets: in the order in which the backward pass fills them.
         early: elements that left before the backward pass was over, the last time.
     """
 
-    def __init__(self, replicas: Replicas, flat: FlatParameters) -> None:
-        self.replicas, self.lane = replicas, flat.lanes[0]
+    def __init__(self, replicas: Replicas, flat: FlatParameters, size: int = 1, unit: str = "samples") -> None:
+        self.replicas, self.lane, self._unit = replicas, flat.lanes[0], unit
+        self._size = torch.zeros_like(self.lane.sizes)
+        self._size[replicas.rank : replicas.rank + 1] = size
+        self.uneven = torch.zeros_like(self.lane.sizes)
         self.buckets = lay_buckets(flat, replicas.bucket)
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         self._expected: dict[int, int] | None = None  # writes after which a gradient is final, where that is known
         self._stream = torch.cuda.Stream(flat.device) if flat.device.type == "cuda" else None
         self._works: list[dist.Work] = []
         self.early = 0
+
+    def tell(self) -> None:
+        """The step begins: notes the size of this process' batch, which leaves with the loss."""
+        self.lane.sizes.copy_(self._size)
+
+    @torch.no_grad()
+    def _compare(self) -> None:
+        """Spoils the loss where sizes differ, so that no process takes the step, and notes them."""
+        sizes = self.lane.sizes
+        least, most = torch.aminmax(sizes)
+        differ = least != most
+        self.lane.loss.masked_fill_(differ, torch.nan)
+        torch.where(differ, sizes, self.uneven, out=self.uneven)
+
+    def check(self) -> None:
+        """That the processes' batches have been of one size. Waits for the device.
+
+        Raises:
+            ConfigError: they were not.
+        """
+        sizes = [int(size) for size in self.uneven.tolist()]
+        odd = next((rank for rank, size in enumerate(sizes) if size != sizes[0]), None)
+        if odd is not None:
+            self.uneven.zero_()
+            raise ConfigError(
+                f"the processes' batches differ in size: process 0 has {sizes[0]} {self._unit}, process {odd} has "
+                f"{sizes[odd]}; give each as many, or say by weight= what share of all its loss is a mean of"
+            )
 
     def begin(self) -> None:
         """The backward pass that completes the gradients is about to begin: send them as they come."""
@@ -115,8 +149,15 @@ class Reduction:
             with torch.cuda.stream(self._stream):
                 self.replicas.start(piece)
 
-    def finish(self) -> None:
-        """Sends what has not left yet; what follows on the current stream sees the sums."""
+    def finish(self, *, check: bool = False) -> None:
+        """Sends what has not left yet; what follows on the current stream sees the sums.
+
+        Args:
+            check: that the batches are of one size, before the update, which waits for the device.
+
+        Raises:
+            ConfigError: they are not.
+        """
         sinks = self.lane.sinks
         for sink in sinks:
             sink.report = None
@@ -142,3 +183,7 @@ class Reduction:
         self._works.clear()
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if len(self.lane.sizes):
+            self._compare()
+        if check:
+            self.check()

@@ -8,6 +8,7 @@ cases, and everything that changes from step to step is a tensor, so both give t
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,38 +17,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ridgeline.engine import demands
 from ridgeline.engine.capture import Capture, CudaCapture, Program, choose_capture, reason
 from ridgeline.engine.diagnose import first_bad
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.feed import DrawnFeed, Feed, Signature, Source, signature, tensors_of
 from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.memory import enough, kept
-from ridgeline.engine.passes import Cut, Passes, demand
+from ridgeline.engine.muon import muon_names
+from ridgeline.engine.passes import Cut, Passes, targets_that_count
 from ridgeline.engine.phases import END, Marks, measure, no_mark
-from ridgeline.engine.precision import find_precision
+from ridgeline.engine.precision import find_precision, without_autocast
 from ridgeline.engine.reduction import Reduction
 from ridgeline.engine.slots import Decays, matrices_decay
 from ridgeline.engine.update import LossScale, StepMetrics, Update
+from ridgeline.engine.watch import Watch, steady
 from ridgeline.errors import ConfigError, DivergedError, RidgelineError, UnsupportedError
-from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
-from ridgeline.optim import OptimizerConfig, hidden_matrices
+from ridgeline.optim import OptimizerConfig
 
 log = logging.getLogger(__name__)
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MAX_SHAPES = 8  # captured batch shapes; a loop with more of them should pad
-
-
-def _targets_that_count(batch: dict[str, Tensor]) -> Tensor:
-    return (batch["targets"] != IGNORE).float().mean()
-
-
-def _orthogonal(model: nn.Module, optimizer: OptimizerConfig, names: Collection[str] | None) -> Collection[str]:
-    """The names of the matrices that Muon trains."""
-    if optimizer.algorithm == "adamw":
-        return ()
-    return hidden_matrices(model) if names is None else names
 
 
 class _Prepared(NamedTuple):
@@ -62,8 +54,9 @@ class TrainStep:
     """Trains a module step by step; owns the flat weights, the optimiser, the counters and the captured graphs.
 
     Between steps the module is as it always was: fp32 parameters under their own names, with the state of the last
-    finished step. `step(batch)` returns at once on CUDA. Whoever changes weights in place, otherwise than by
-    `load_state_dict`, calls `flat.refresh()`; which parameters learn is settled when the step is built.
+    finished step, which may be changed in place between steps; whoever does so by `parameter.data`, which PyTorch keeps
+    no account of, calls `flat.refresh()` behind it. Which parameters learn is settled when the step is built. Buffers
+    that a forward pass writes, as BatchNorm's, are each process' own where several train.
 
     Args:
         model: any module with fp32 parameters on one device. Move it before, not after.
@@ -114,32 +107,38 @@ class TrainStep:
         prefetch: bool = True,
         bad_steps: int = 20,
     ) -> None:
-        counts = (accumulate, lanes, bad_steps)
-        if not all(isinstance(count, int) and count >= 1 for count in counts):
-            raise ConfigError(f"accumulate, lanes and bad_steps must be integers of at least 1, got {counts}")
-        demand(model, loss, optimizer, weight)
+        demands.numbers(accumulate, lanes, bad_steps, steps, seed)
+        demands.demand(model, loss, optimizer, weight, decays)
+        demands.instance(replicas, Replicas, "replicas")
+        demands.instance(scale, LossScale, "scale")
         optimizer = optimizer or OptimizerConfig()
         self.model, self.bad_steps, self._prefetch = model, bad_steps, prefetch
         self.precision = find_precision(precision)
         self.replicas = Replicas() if replicas is None else replicas
+        rank, world = self.replicas.rank, self.replicas.world
         self.flat = FlatParameters(
             model,
             compute=self.precision.compute,
             decays=decays,
-            orthogonal=_orthogonal(model, optimizer, orthogonal),
+            orthogonal=muon_names(model, optimizer, orthogonal),
             lanes=lanes,
+            world=world,
         )
+        self.device = self.flat.device
+        scaling = (scale or LossScale()) if self.precision.scaled else None
+        settings = (self.precision, scaling, steps, accumulate, lanes, seed)
+        alike = {"parameters": self.flat.described(), "optimizer": optimizer, "settings": settings}
+        self.replicas.agree(alike, self.device)
         self.replicas.same([self.flat.masters, *self.flat.beside()])
         self.flat.refresh()
-        rank, world = self.replicas.rank, self.replicas.world
+        self._even = weight is None  # else it tells how the parts' losses are to be weighed
         whole = accumulate * lanes * world == 1
         if whole or (weight is None and loss is None):
-            weight = None if whole else _targets_that_count
-        scaling = (scale or LossScale()) if self.precision.scaled else None
+            weight = None if whole else targets_that_count
         self.update = Update(
             self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed, whole=whole
         )
-        self.device, self._user_loss = self.flat.device, loss
+        self._user_loss = loss
         call = self._call_loss
         if compile is not None:
             try:
@@ -150,6 +149,7 @@ class TrainStep:
         device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
         self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state, own=loss is None)
         self._capture = choose_capture(capture, self.device)
+        self._at_once = self.device.type == "cpu" and self._capture is None  # what is wrong is told before the update
         self._modules = list(model.modules())
         self._shapes: dict[tuple[Signature, bytes, Source | None], _Prepared] = {}
         self._activations = 0
@@ -163,10 +163,11 @@ class TrainStep:
     def _program(self, feed: Feed, reduction: Reduction | None) -> Program:
         def run() -> None:
             feed.draw(self.passes.seed_step)
+            first = self.passes.watch is not None
             self.passes(feed, reduction)
             if reduction is not None:
                 self.passes.mark("all-reduce")  # what of it the backward pass has not hidden
-                reduction.finish()
+                reduction.finish(check=first or self._at_once)
             self.passes.mark("optimizer")
             self.update(self.passes.whole)
             self.passes.mark(END)
@@ -178,9 +179,12 @@ class TrainStep:
 
         A `Source` in its place draws the batch inside the step, from the step's own number.
         """
-        self._last, leaves = self._prepared(batch)
-        self._last.feed.load(leaves)
-        self._last.program()
+        demands.demand_training_mode()
+        with without_autocast(self.device):
+            self._last, leaves = self._prepared(batch)
+            self.flat.follow()
+            self._last.feed.load(leaves)
+            self._last.program()
 
     def prepare(self, batch: Any) -> None:
         """Makes ready, captured where steps are, what a batch like this one takes, and changes no state."""
@@ -206,7 +210,7 @@ class TrainStep:
             raise ConfigError(f"more than {MAX_SHAPES} batch shapes ({shapes} is new); pad batches to fewer shapes")
         if self._shapes and not expected:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
-        self.flat.check_views()
+        self.flat.refresh(captured=self.captures)
         try:
             with self._enough(shapes):
                 return self._make(leaves, spec, source, shapes)
@@ -222,14 +226,13 @@ class TrainStep:
             feed: Feed = DrawnFeed(source, self.device)
         else:
             feed = Feed(leaves, spec, self.device, prefetch=self._prefetch)
-        reduction = Reduction(self.replicas, self.flat) if self.replicas.world > 1 else None
-        program, self.passes.watchful = self._program(feed, reduction), True
+        reduction = self._reduction(leaves) if self.replicas.world > 1 else None
+        program = self._program(feed, reduction)
+        self.passes.watch = functools.partial(Watch, self.flat, self.model, self.precision, self.captures)
         if self._capture is None:
-            if self.flat.has_fixed_copies:
-                self._try_forward(feed, leaves)
 
             def run() -> None:
-                self.flat.check_views()
+                self.flat.refresh()
                 with self._enough(shapes):
                     program()
 
@@ -240,17 +243,15 @@ class TrainStep:
                 self._capture.warm_up(program)
             else:
                 program()
-            self._refuse_written_buffers()
-            with self._high_water():
+            with self._high_water(), steady(self.model, self.device):
                 return _Prepared(feed, reduction, self._capture(program))
 
-    def _try_forward(self, feed: Feed, leaves: list[Tensor]) -> None:
-        """Finds buffers that the model writes, where no warm-up does, before a step is taken."""
-        feed.load(leaves)
-        with self._undone():
-            feed.draw(self.passes.seed_step)
-            self.passes.forward(feed, 0, 0)
-        self._refuse_written_buffers()
+    def _reduction(self, leaves: list[Tensor]) -> Reduction:
+        """The sum over the processes, which tell each other how large their batches are where all weigh the same."""
+        size, unit = len(leaves[0]), "samples"
+        if self._user_loss is None and leaves[0].dim() > 1:
+            size, unit = leaves[0].shape[:2].numel(), "positions"
+        return Reduction(self.replicas, self.flat, size if self._even else 1, unit)
 
     def _kept(self) -> dict[str, int]:
         return kept(self.flat, self.update, [prepared.feed for prepared in self._shapes.values()])
@@ -277,15 +278,6 @@ class TrainStep:
         """
         return {**self._kept(), "activations and workspace": self._activations}
 
-    def _refuse_written_buffers(self) -> None:
-        written = self.flat.written_buffers()
-        if written:
-            self.flat.refresh()
-            raise UnsupportedError(
-                f"the forward pass writes to {', '.join(written)}, which {self.precision.name} replaces by copies; "
-                f"use precision='{self.precision.name}-autocast'"
-            )
-
     @contextlib.contextmanager
     def _undone(self) -> Iterator[None]:
         """Puts weights, optimiser, counters, buffers and random state back to what they were before."""
@@ -294,7 +286,8 @@ class TrainStep:
         cpu_state = torch.get_rng_state()
         cuda_state = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         try:
-            yield
+            with without_autocast(self.device):
+                yield
         finally:
             with torch.no_grad():
                 for tensor, value in zip(tensors, saved, strict=True):
@@ -362,11 +355,15 @@ class TrainStep:
         """Stops a run that no longer trains. Waits for the device.
 
         Raises:
-            ConfigError: a parameter was replaced, moved, added, frozen, thawed or given a hook, of which a captured
-                step knows nothing; one that is not captured says so at once.
+            ConfigError: a parameter was replaced, moved, added, frozen, thawed or given a hook, or a buffer replaced,
+                of which a captured step knows nothing; one that is not captured says so at once. Or the processes'
+                batches were of different sizes.
             DivergedError: the last `bad_steps` steps were all skipped; names the step and the first bad tensor.
         """
-        self.flat.check_views()
+        self.flat.check_views(captured=self.captures)
+        for prepared in self._shapes.values():
+            if prepared.reduction is not None:
+                prepared.reduction.check()
         in_a_row = int(self.update.skipped[1])
         if in_a_row >= self.bad_steps:
             raise DivergedError(

@@ -34,12 +34,25 @@ class LossScale:
         growth: factor after `interval` finite steps in a row.
         backoff: factor after a step that was not finite.
         interval: steps.
+
+    Raises:
+        ConfigError: a factor that would not let it grow, fall or be one.
     """
 
     start: float = 2.0**16
     growth: float = 2.0
     backoff: float = 0.5
     interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not 0 < self.start < math.inf:
+            raise ConfigError(f"a loss scale starts at a positive, finite number, got {self.start}")
+        if not 1 <= self.growth < math.inf or not 0 < self.backoff < 1:
+            raise ConfigError(
+                f"a loss scale grows by 1 or more and falls by less, got {self.growth} and {self.backoff}"
+            )
+        if self.interval < 1:
+            raise ConfigError(f"a loss scale grows after at least one step, got {self.interval}")
 
 
 class StepMetrics(NamedTuple):
@@ -88,20 +101,18 @@ class Update:
         whole: bool = False,
         impl: str | None = None,
     ) -> None:
-        if steps is not None and steps < 1:
-            raise ConfigError(f"a schedule needs at least one step, got {steps}")
         self.flat, self.config, self.scale, self.steps = flat, config, scale, steps
         self.weighted = weighted
         device = flat.device
         self.first, self.second = torch.zeros_like(flat.masters), torch.zeros_like(flat.masters[flat.start :])
         self.seed_step = torch.tensor([seed, 0], dtype=torch.int64, device=device)
-        self.applied = torch.zeros(1, device=device)
+        self.applied = torch.zeros(1, dtype=torch.float32, device=device)
         self.skipped = torch.zeros(2, dtype=torch.int64, device=device)
-        self.loss_scale = torch.full((1,), scale.start if scale else 1.0, device=device)
+        self.loss_scale = torch.full((1,), scale.start if scale else 1.0, dtype=torch.float32, device=device)
         self._growth = torch.zeros(1, dtype=torch.int32, device=device)
         rates = [learning_rate(config, step, step / steps) for step in range(steps)] if steps else [config.lr]
-        self._rates = torch.tensor(rates, device=device)
-        self.ring = torch.zeros(RING, 4, device=device)
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+        self.ring = torch.zeros(RING, 4, dtype=torch.float32, device=device)
         if impl is None:
             impl = "triton" if device.type == "cuda" and available("triton", device) is None else "torch"
         if impl not in ("torch", "triton"):
@@ -168,8 +179,10 @@ class Update:
         """Sets the learning rate of the steps that follow, where no schedule was given; asynchronous.
 
         Raises:
-            ConfigError: a schedule of `steps` decides the rate.
+            ConfigError: a schedule of `steps` decides the rate, or it is none.
         """
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise ConfigError(f"a learning rate is a finite number of at least 0, got {rate!r}")
         if self.steps is not None:
             raise ConfigError(f"the learning rate follows a schedule of {self.steps} steps; build it with steps=None")
         self._rates.fill_(rate)
@@ -264,6 +277,8 @@ class Update:
         Raises:
             CheckpointError: it belongs to another model; then nothing has changed.
         """
+        if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(f"an optimiser state holds tensors by name, got {type(state).__name__}")
         counters = self._counters()
         missing = [name for name in counters if name not in state]
         if missing:
@@ -274,6 +289,8 @@ class Update:
                 raise CheckpointError(
                     f"{name} of the optimiser state has {state[name].numel()} numbers, not {len(tensor)}"
                 )
+        if not all(0 <= number < math.inf for number in (*state["applied"].tolist(), int(state["seed_step"][1]))):
+            raise CheckpointError("the optimiser state counts no steps: applied or seed_step is negative or not finite")
         moments = {"first": self.first, "second": self.second}
         named = {
             kind: {name[len(kind) + 1 :]: value for name, value in state.items() if name.startswith(f"{kind}.")}

@@ -15,7 +15,7 @@ from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig, 
 from ridgeline.models.plan import FUSED, StoragePlan
 from ridgeline.ops.activation.cost import gelu_flops, gelu_gradient_flops, gelu_pass
 from ridgeline.ops.attention.cost import AttentionShape, attention_fused, attention_whole
-from ridgeline.ops.cross_entropy.cost import LossForm, cross_entropy
+from ridgeline.ops.cross_entropy.cost import cross_entropy
 from ridgeline.ops.dropout.cost import MASK_FLOPS, dropout_pass
 from ridgeline.ops.embedding.cost import embedding, positions
 from ridgeline.ops.linear.cost import (
@@ -26,8 +26,6 @@ from ridgeline.ops.linear.cost import (
 )
 from ridgeline.ops.norm.cost import norm_backward, norm_forward
 from ridgeline.ops.optimizer.cost import accumulate, adamw, gradient_norm
-
-CHUNKED_VOCABULARY = 8192  # from here on the fused loss keeps no logits tensor
 
 
 def _norm_parameters(c: DecoderConfig, width: int) -> int:
@@ -122,7 +120,8 @@ def step_cost(
     if accumulation > 1:
         ops = [replace(op, count=op.count * accumulation) for op in ops]
         ops.append(accumulate(count, accumulation, store=store))
-    ops += [gradient_norm(count, store=store), adamw(count, store=store, clip_pass=not plan.fused)]
+    rides = plan.fused and accumulation == 1  # else a gradient is a sum that no kernel has whole, or PyTorch's
+    ops += [gradient_norm(count, store=store, rides=rides), adamw(count, store=store, clip_pass=not plan.fused)]
     order = {"forward": 0, "backward": 1, "optimizer": 2}
     return StepCost(tuple(sorted(ops, key=lambda op: order[op.phase])))
 
@@ -152,13 +151,12 @@ def _linear(
     store: Storage,
     *,
     inputs_need: bool = True,
-    chunked: bool = False,
 ) -> list[OpCost]:
     """A linear layer on its own: forward, both gradients (the input's only where something below needs it)."""
-    ops = [linear_forward(name, N, inputs, outputs, bias=bias, store=store, chunked=chunked)]
+    ops = [linear_forward(name, N, inputs, outputs, bias=bias, store=store)]
     if inputs_need:
-        ops.append(linear_input_gradient(name, N, inputs, outputs, store=store, chunked=chunked))
-    return [*ops, linear_weight_gradient(name, N, inputs, outputs, bias=bias, store=store, chunked=chunked)]
+        ops.append(linear_input_gradient(name, N, inputs, outputs, store=store))
+    return [*ops, linear_weight_gradient(name, N, inputs, outputs, bias=bias, store=store)]
 
 
 def _norms(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan) -> list[OpCost]:
@@ -263,26 +261,17 @@ def _mlp(c: DecoderConfig, N: int, store: Storage, plan: StoragePlan, drop: int)
     return ops if plan.fused else [*ops, *gelu_pass("gelu", N, F, c.gelu, store=store, count=L)]
 
 
-def loss_form(plan: StoragePlan, classes: int) -> LossForm:
-    """How the loss over `classes` logits is computed on a plan."""
-    if plan.loss == "plain":
-        return "plain"
-    return "chunked" if classes >= CHUNKED_VOCABULARY else "fused"
-
-
 def _heads(config: ModelConfig, N: int, store: Storage, plan: StoragePlan) -> list[OpCost]:
     if isinstance(config, LanguageConfig):
-        form = loss_form(plan, config.vocabulary)
-        width, classes = config.decoder.width, config.vocabulary
-        head = _linear("head", N, width, classes, False, store, chunked=form == "chunked")
-        return [*head, *cross_entropy("cross_entropy", N, classes, form=form, store=store)]
+        head = _linear("head", N, config.decoder.width, config.vocabulary, False, store)
+        return [*head, *cross_entropy("cross_entropy", N, config.vocabulary, form=plan.loss, store=store)]
     ops: list[OpCost] = []
     for inputs, classes in head_widths(config):
         ops += [
             norm_forward("heads.norm", N, inputs, kind="layernorm", bias=True, store=store),
             norm_backward("heads.norm", N, inputs, kind="layernorm", bias=True, store=store),
             *_class_head(N, inputs, inputs // 2, classes, store, plan),
-            *cross_entropy("cross_entropy", N, classes, form=loss_form(plan, classes), store=store),
+            *cross_entropy("cross_entropy", N, classes, form=plan.loss, store=store),
         ]
     return ops
 

@@ -31,6 +31,12 @@ IMPLEMENTATIONS = ("reference", "torch", "fused")
 EMBEDDING_SITE = 0
 
 
+def check_filled(batch: dict[str, Tensor]) -> None:
+    """Raises ConfigError where a batch has no position, of which no loss can be the mean."""
+    if not batch["targets"].numel():
+        raise ConfigError(f"a batch whose targets have shape {tuple(batch['targets'].shape)} is empty; it has no loss")
+
+
 def check_impl(impl: str) -> str:
     """`impl` itself.
 
@@ -227,9 +233,16 @@ class Decoder(nn.Module):
         if self.config.context < T:
             raise ConfigError(f"a sequence of {T} positions is longer than the model's context={self.config.context}")
 
-    def _check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
+    def check_kernels(self, x_BTC: Tensor, dropout: DropoutState | None) -> None:
         """Raises UnsupportedError where kernels would not compute what PyTorch's operations do in their place."""
         device = x_BTC.device
+        if not x_BTC.numel():
+            raise UnsupportedError(f"impl={self.impl!r} needs at least one position, got none in {tuple(x_BTC.shape)}")
+        if torch.get_default_dtype() != torch.float32:
+            raise UnsupportedError(
+                f"impl={self.impl!r} keeps its sums in PyTorch's default dtype, which must be float32 and is "
+                f"{torch.get_default_dtype()}; call torch.set_default_dtype(torch.float32)"
+            )
         check_dropping(self.config.dropout, dropout, device)
         if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) != x_BTC.dtype:
             raise UnsupportedError(
@@ -262,7 +275,7 @@ class Decoder(nn.Module):
         if dropout is None and self.training and self.config.dropout > 0 and self.impl != "torch":
             dropout = self.next_dropout()
         if self.impl not in ("reference", "torch"):
-            self._check_kernels(x_BTC, dropout)
+            self.check_kernels(x_BTC, dropout)
         if fused_plan(self.impl) is not None:
             from ridgeline.models.fused.stack import fused_stack  # imports Triton
 

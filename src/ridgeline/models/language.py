@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.models.config import LanguageConfig
-from ridgeline.models.decoder import Decoder
+from ridgeline.models.decoder import Decoder, check_filled
 from ridgeline.models.init import initialise
 from ridgeline.ops.dropout import DropoutState
 
@@ -33,6 +33,7 @@ class LanguageModel(nn.Module):
 
     def losses(self, batch: dict[str, Tensor], dropout: DropoutState | None = None) -> dict[str, Tensor]:
         """Mean cross-entropy in nats a token, by name; targets of −100 do not count."""
+        check_filled(batch)
         if self.decoder.fuses_ends:
             from ridgeline.models.fused.language import language_loss  # imports Triton
 

@@ -1,6 +1,8 @@
 """How much device memory a training step takes: what stays, what the backward pass waits for, what comes and goes.
 
-Not counted: the CUDA context, the libraries' own workspaces, and what an allocator loses to fragmentation.
+On a plan that fuses, as `best` has it on a Hopper card; a test holds it against what the step really allocates.
+Not counted: the CUDA context, the libraries' own workspaces (cuBLAS takes 32 MiB a stream, a step about 0.1 GB), what
+an allocator loses to fragmentation, and the second copy of weights and moments while a graph is captured.
 """
 
 from __future__ import annotations
@@ -9,14 +11,19 @@ from dataclasses import dataclass
 
 from ridgeline.cost import Storage, storage
 from ridgeline.hardware import Precision
-from ridgeline.models.accounting import check_context, head_widths, loss_form, parameters, part_of
-from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig
-from ridgeline.models.plan import FUSED, StoragePlan
-from ridgeline.ops.cross_entropy.cost import chunk_rows
+from ridgeline.models.accounting import check_context, head_widths, parameters, part_of
+from ridgeline.models.config import DecoderConfig, LanguageConfig, ModelConfig, PolicyConfig
+from ridgeline.models.plan import FUSED, GATHERED_BYTES, StoragePlan
+from ridgeline.ops.attention import spans
+from ridgeline.ops.cross_entropy.cost import chunk_rows, keeps_logits
+from ridgeline.ops.known import ROWS
+from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.norm.cost import statistics
 from ridgeline.ops.optimizer.cost import MASTER
 
 INDEX = 8  # bytes of a token, category or target as PyTorch's kernels take them
+SHORT = 256  # positions of a window that one thread block's attention takes
+PROCESSORS = 132  # of a Hopper card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +73,11 @@ def block_saved(c: DecoderConfig, N: int, T: int, store: Storage, plan: StorageP
         "qkv": (mixed * (3 + (c.positions == "relative")) if plan.scores else c.qkv_width) * a,
         "attention output": mixed * a,
     }
+    folds = plan.folds_norm(c, N, store)
     if plan.normalised:
-        saved["norm output"] = 2 * c.width * a
+        saved["norm output"] = (2 - folds) * c.width * a
+    if folds:
+        saved["norm statistics"] += 2 * c.width // SHARE * store.statistic
     if plan.preactivation:
         # beside the activation, GELU's derivative serves as well as its input
         name = "GELU's input or slope" if plan.fused and plan.activation else "pre-activation"
@@ -84,47 +94,78 @@ def block_saved(c: DecoderConfig, N: int, T: int, store: Storage, plan: StorageP
     return saved
 
 
-def _outside_saved(config: ModelConfig, store: Storage, plan: StoragePlan) -> dict[str, int]:
+def _outside_saved(config: ModelConfig, N: int, store: Storage, plan: StoragePlan) -> dict[str, int]:
     """The same for everything outside the blocks, for each row."""
     c, a = config.decoder, store.activation
     norm = c.width * a + statistics(c.norm) * store.statistic
     saved = {"final norm": norm, "dropout masks": c.width if plan.masks and c.dropout > 0 else 0}
     if isinstance(config, LanguageConfig):
         saved["head input"] = c.width * a  # kept even where the norm outputs of blocks are not
-        saved["logits"] = logits_bytes(config.vocabulary, store, plan)
+        saved["logits"] = logits_bytes(config.vocabulary, N, store, plan)
         saved["indices"] = 2 * INDEX
         return saved
     columns = sum(category.columns for category in config.categories)
     saved["inputs"] = config.input_width * a
     saved["indices"] = (columns + 2 * len(config.heads)) * INDEX
-    saved["logits"] = sum(logits_bytes(head.classes, store, plan) for head in config.heads)
+    heads = head_widths(config)
+    if plan.fused:  # one function, which has gone back to their hidden layers when it ends
+        saved["heads"] = sum(inputs // 2 * a + statistics("layernorm") * store.statistic for inputs, _ in heads)
+        return saved
+    saved["logits"] = sum(logits_bytes(head.classes, N, store, plan) for head in config.heads)
     saved["heads"] = sum(
-        (2 * inputs + 2 * (inputs // 2)) * a + statistics("layernorm") * store.statistic
-        for inputs, _ in head_widths(config)
+        (2 * inputs + 2 * (inputs // 2)) * a + statistics("layernorm") * store.statistic for inputs, _ in heads
     )
     return saved
 
 
-def logits_bytes(classes: int, store: Storage, plan: StoragePlan) -> int:
-    """Bytes of a row that the loss keeps: the log-softmax in fp32, the logits' gradient in their place, or nothing."""
-    form = loss_form(plan, classes)
-    return classes * {"plain": 4, "fused": store.activation, "chunked": 0}[form]
+def logits_bytes(classes: int, N: int, store: Storage, plan: StoragePlan) -> int:
+    """Bytes of a row that the loss of N rows keeps: the log-softmax in fp32; or the logits, filled up to a multiple of
+    ROWS, with their gradient, or nothing where chunks of rows are taken."""
+    if plan.loss == "plain":
+        return classes * 4
+    return 2 * -(-classes // ROWS) * ROWS * store.activation if keeps_logits(N, classes) else 0
+
+
+def _gathered(c: DecoderConfig, N: int, T: int, store: Storage, plan: StoragePlan) -> int:
+    """What weight gradients that are made by one launch keep beyond what the blocks before them have set free."""
+    if not plan.gathers(c, N, store):
+        return 0
+    a, mixed = store.activation, c.heads * c.head_dim
+    gradients = (2 * c.width + c.hidden + c.qkv_width) * a
+    waiting = gradients + (2 * c.width + mixed + c.hidden) * a
+    freed = sum(block_saved(c, N, T, store, plan).values())
+    blocks = min(c.layers - 1, GATHERED_BYTES // (gradients * N))
+    return N * (c.hidden * a + max(0, waiting - freed) * blocks)
+
+
+def _attention_sums(c: DecoderConfig, B: int, T: int, store: Storage, plan: StoragePlan) -> int:
+    """Partial sums of gradients, where several thread blocks share a head of a long window."""
+    own = c.head_dim == spans.WIDTH and T > SHORT and c.positions != "relative" and c.dropout == 0
+    if not own or plan.scores or store.activation != 2:
+        return 0
+    of_queries, of_keys = spans.partial_sums(B, T, c.heads, c.groups, PROCESSORS)
+    return 4 * (of_queries + 2 * of_keys)
 
 
 def _workspace(config: ModelConfig, N: int, T: int, store: Storage, plan: StoragePlan) -> int:
     """The larger of one block's backward pass and the loss."""
     c, a = config.decoder, store.activation
-    mlp = c.hidden * a * ((2 if not plan.fused else 1) + (not plan.preactivation))
+    mlp = c.hidden * a * (2 if not plan.fused else 1)
     attention = (c.qkv_width + c.heads * c.head_dim) * a
     if plan.scores:
         attention += c.heads * T * a * (2 + (c.dropout > 0))
-    block = max(mlp, attention) + (3 + (not plan.normalised)) * c.width * a
+    # gradients on their way through the block and, apart where there is dropout, through its branches
+    block = N * (max(mlp, attention) + (4 + 2 * (c.dropout > 0)) * c.width * a)
+    # what is made again is there till the block's end
+    block += N * a * (2 * c.width * (not plan.normalised) + c.hidden * (2 - plan.activation - plan.preactivation))
+    block += _gathered(c, N, T, store, plan) + _attention_sums(c, N // T, T, store, plan)
     classes = config.vocabulary if isinstance(config, LanguageConfig) else max(h.classes for h in config.heads)
-    form = loss_form(plan, classes)
-    if form == "chunked":
-        return max(N * block, chunk_rows(N, classes) * classes * a)
-    loss = classes * (8 + (a if a != 4 else 0)) if form == "plain" else 0
-    return N * max(block, loss)
+    if plan.loss == "plain":
+        return max(block, N * classes * (8 + (a if a != 4 else 0)))
+    if isinstance(config, PolicyConfig) or keeps_logits(N, classes):
+        return block
+    # a chunk's logits, and the gradients of the head and of what it reads
+    return max(block, (chunk_rows(N, classes) * a + 4 * c.width) * classes + N * c.width * a)
 
 
 def memory(
@@ -142,7 +183,7 @@ def memory(
     saved: dict[str, int] = {}
     for name, size in block_saved(config.decoder, N, T, store, plan).items():
         saved[name] = size * N * config.decoder.layers
-    for name, size in _outside_saved(config, store, plan).items():
+    for name, size in _outside_saved(config, N, store, plan).items():
         saved[name] = saved.get(name, 0) + size * N
     copies = store.weight if store.weight != MASTER else 0
     return Memory(

@@ -8,11 +8,15 @@ from typing import Literal
 from ridgeline.cost import Storage
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.models.config import DecoderConfig
+from ridgeline.ops.linear.stationary import LARGEST_K
 
 Join = Literal["pass", "norm", "product"]
 # Where the row-fused kernels serve, whose slopes have 16 bits.
 WAVE_WIDTH = 256
 WAVE_TOKENS = 8448  # rows up to which they have one tile a multiprocessor; with two they lose 16 %
+FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
+MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
+GATHERED_BYTES = 1 << 29  # of gradients that wait for their launch: by then there is enough to fill a card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,16 @@ class StoragePlan:
             return store.activation
         whole_rows = self.activation and c.width <= WAVE_WIDTH and rows <= WAVE_TOKENS
         return store.activation if whole_rows else store.slope
+
+    def folds_norm(self, c: DecoderConfig, rows: int, store: Storage) -> bool:
+        """Whether no kernel makes the norm before the MLP (models/fused/choices.py, on a Hopper card)."""
+        wide = WAVE_WIDTH < max(c.width, c.heads * c.head_dim) <= LARGEST_K
+        return self is FUSED and store.activation == 2 and wide and rows > FEW_TOKENS
+
+    def gathers(self, c: DecoderConfig, rows: int, store: Storage) -> bool:
+        """Whether weight gradients are made by one launch, and all that they read waits for it (likewise)."""
+        narrow = c.width <= WAVE_WIDTH and not FEW_TOKENS < rows <= MANY_TOKENS
+        return self.fused and (narrow or store.activation == 4)
 
 
 # what PyTorch's engines do, and what the engines best, best+lean and best+leanest do

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline.models.config import PolicyConfig
-from ridgeline.models.decoder import Decoder
+from ridgeline.models.decoder import Decoder, check_filled
 from ridgeline.models.init import initialise
 from ridgeline.models.language import IGNORE
 from ridgeline.ops.dropout import DropoutState
@@ -94,6 +94,7 @@ class ControllerPolicy(nn.Module):
 
     def losses(self, batch: dict[str, Tensor], dropout: DropoutState | None = None) -> dict[str, Tensor]:
         """Mean cross-entropy in nats of each head, by name."""
+        check_filled(batch)
         if self.decoder.fuses_ends:
             from ridgeline.models.fused.policy import policy_losses  # imports Triton
 

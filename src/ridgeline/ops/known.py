@@ -20,7 +20,7 @@ _ONES: dict[torch.device, Tensor] = {}
 def one(device: torch.device) -> Tensor:
     """fp32 scalar 1, the same tensor every time, which lives for good; nobody may write to it."""
     if device not in _ONES:
-        _ONES[device] = torch.ones((), device=device)
+        _ONES[device] = torch.ones((), dtype=torch.float32, device=device)
     return _ONES[device]
 
 

@@ -103,7 +103,7 @@ class Squares:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.partials = torch.zeros(ROOM, device=device)
+        self.partials = torch.zeros(ROOM, dtype=torch.float32, device=device)
         self.begin()
 
     def begin(self) -> None:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ridgeline.errors import ConfigError, nearest
 
 ALGORITHMS = ("adamw", "muon")
+
+
+def _demand(name: str, value: Any, holds: Callable[[Any], bool], what: str) -> None:
+    try:
+        good = holds(value)
+    except (TypeError, ValueError, OverflowError):  # no number at all, or an endless one of steps
+        good = False
+    if not good:
+        raise ConfigError(f"{name} must be {what}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +53,18 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ConfigError(nearest(self.algorithm, ALGORITHMS, "optimizer.algorithm"))
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"optimizer.momentum must be in [0, 1), got {self.momentum}")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ConfigError(f"optimizer.lr must be positive and finite, got {self.lr}")
-        if not 0 <= self.floor <= self.lr:
-            raise ConfigError(f"optimizer.floor must be between 0 and lr={self.lr}, got {self.floor}")
-        if self.warmup < 0:
-            raise ConfigError(f"optimizer.warmup must be 0 or more steps, got {self.warmup}")
-        if not 0 <= self.stable < 1:
-            raise ConfigError(f"optimizer.stable must be in [0, 1), got {self.stable}")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"optimizer.betas must be two numbers in [0, 1), got {self.betas}")
-        if not 0 < self.eps < math.inf:
-            raise ConfigError(f"optimizer.eps must be positive and finite, got {self.eps}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ConfigError(f"optimizer.weight_decay must be 0 or more and finite, got {self.weight_decay}")
-        if not self.clip >= 0:
-            raise ConfigError(f"optimizer.clip must be 0 or more, got {self.clip}")
+        for name, holds, what in (
+            ("momentum", lambda x: 0 <= x < 1, "in [0, 1)"),
+            ("lr", lambda x: 0 < x < math.inf, "positive and finite"),
+            ("floor", lambda x: 0 <= x <= self.lr, f"between 0 and lr={self.lr}"),
+            ("warmup", lambda x: x >= 0 and x == int(x), "0 or more steps"),
+            ("stable", lambda x: 0 <= x < 1, "in [0, 1)"),
+            ("betas", lambda x: len(x) == 2 and all(0 <= beta < 1 for beta in x), "two numbers in [0, 1)"),
+            ("eps", lambda x: 0 < x < math.inf, "positive and finite"),
+            ("weight_decay", lambda x: 0 <= x < math.inf, "0 or more and finite"),
+            ("clip", lambda x: x >= 0, "0 or more"),
+        ):
+            _demand(f"optimizer.{name}", getattr(self, name), holds, what)
 
     def at_rate(self, lr: float) -> OptimizerConfig:
         """The same settings with another peak learning rate and the floor in proportion."""

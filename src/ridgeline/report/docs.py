@@ -16,7 +16,9 @@ from ridgeline.bench.explain_view import amount
 from ridgeline.bench.goals import find_records, judge, read_goals
 from ridgeline.bench.layers import PHASES
 from ridgeline.bench.ratios import SUBJECT, Ratio, baselines, deciding, gain, over_pytorch
+from ridgeline.bench.workloads import floor_s, workload
 from ridgeline.errors import ConfigError, RidgelineError
+from ridgeline.hardware import by_driver_name
 from ridgeline.records import ContenderResult, Record
 from ridgeline.report import articles, engines, played, studied
 from ridgeline.report.page import circumstances
@@ -72,13 +74,23 @@ def performance(records: Sequence[Record]) -> str:
                 Cell(text=f"{amount(theirs.tokens_per_s or 0.0)} (`{found.over}`)"),
                 Cell(text=str(found)),
                 number(ours.mfu, ".0%"),
-                number(ours.floor_share, ".0%"),
+                number(_floor_share(record, ours), ".0%"),
             ]
         )
     if not used:
         return MISSING
     headers = ("batch × context", "`best`, tokens/s", "best PyTorch, tokens/s", "ratio", "MFU", "of the floor")
     return f"{_where(used)}\n\n{Table(headers=headers, rows=rows).markdown()}"
+
+
+def _floor_share(record: Record, result: ContenderResult) -> float | None:
+    """The floor as a share of the measured step: by the accounting of today, so that rows of records of several
+    revisions are of one formula; None where the card's peaks are not known."""
+    spec, info = by_driver_name(record.card), record.workload
+    if spec is None or info is None or not result.step_ms:
+        return None
+    case = workload(info.name, batch=info.batch, context=info.context, precision=info.precision)
+    return 1e3 * floor_s(case, spec) / result.step_ms
 
 
 def _where(records: Sequence[Record]) -> str:

@@ -1,7 +1,9 @@
-"""What stops a run: numbers that are no longer finite, and the user's Ctrl-C."""
+"""What a run is kept from: another run in its folder, a full disk, Python's collector; and how it is stopped."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import os
 import signal
@@ -11,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from ridgeline.errors import RidgelineError, reason
+from ridgeline.errors import ConfigError, RidgelineError, reason
+
+_LOCKLESS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)  # what file systems without locks say
 
 
 @contextmanager
@@ -28,6 +32,34 @@ def writing(folder: Path) -> Iterator[None]:
             f"cannot write to the run's folder {folder} ({reason(error)}); free space or choose another "
             "folder: the last checkpoint, where there is one, is kept"
         ) from error
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """A folder for one run at a time: until the `with` block is over, or the process, however it ends.
+
+    A file system that has no locks cannot tell of another run.
+
+    Raises:
+        ConfigError: another run is in it.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ConfigError(f"cannot enter the run's folder {folder} ({reason(error)}); choose another --out") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"another run is training in {folder}; wait for its end, or start one in another --out"
+            ) from error
+        except OSError as error:
+            if error.errno not in _LOCKLESS:
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

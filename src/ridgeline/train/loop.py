@@ -112,13 +112,14 @@ def _train(config: TrainConfig, init_from: str | Path | None, replicas: Replicas
     run = _Run(config, data, replicas, console)
     if saved is not None:
         state.load_weights(saved, run.model)
-    folder = Path(replicas.told(str(state.open_folder(config)) if replicas.rank == 0 else ""))
-    try:
-        return run.go(folder, fresh=True)
-    except BaseException:
-        if run.progress.step == 0 and replicas.rank == 0:  # nothing was trained, nothing could be gone on with
-            state.discard(folder)
-        raise
+    with state.open_folder(config) if replicas.rank == 0 else nullcontext(Path()) as own:
+        folder = Path(replicas.told(str(own)))
+        try:
+            return run.go(folder, fresh=True)
+        except BaseException:
+            if run.progress.step == 0 and replicas.rank == 0:  # nothing was trained, nothing could be gone on with
+                state.discard(folder)
+            raise
 
 
 def _console(console: Console | None, replicas: Replicas) -> Console:
@@ -158,7 +159,8 @@ def _resume(saved: Checkpoint, config: TrainConfig, replicas: Replicas, console:
         raise ConfigError(
             f"the run in {saved.path.parent} is complete at step {run.progress.step}; give it a larger --{longer}"
         )
-    return run.go(saved.path.parent, fresh=False)
+    with state.go_on_in(saved) if replicas.rank == 0 else nullcontext(saved.path.parent) as folder:
+        return run.go(folder, fresh=False)
 
 
 class _Run:

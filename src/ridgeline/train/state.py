@@ -8,7 +8,8 @@ RUN/last, RUN/best   checkpoints: of the last step saved, and of the lowest vali
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from ridgeline.data.loader import Batches
 from ridgeline.data.text import TextData
 from ridgeline.errors import CheckpointError, ConfigError, RidgelineError
 from ridgeline.train.config import AUTO, STOPS, TrainConfig
-from ridgeline.train.guards import writing
+from ridgeline.train.guards import alone_in, writing
 from ridgeline.train.settings import from_dict, to_dict, to_toml
 from ridgeline.train.step import Step
 
@@ -64,26 +65,29 @@ class Progress:
     best_loss: float | None = None
 
 
-def open_folder(config: TrainConfig) -> Path:
-    """Make the folder of a new run and write its config there.
+@contextmanager
+def open_folder(config: TrainConfig) -> Iterator[Path]:
+    """Make the folder of a new run, which no other run enters before the `with` block is over.
 
     Raises:
         ConfigError: the folder holds something, or cannot be made.
     """
-    if config.out != AUTO:
-        folder = Path(config.out)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    folder = _make(Path(config.out)) if config.out != AUTO else _next_folder(config.preset)
+    with alone_in(folder):
+        if any(folder.iterdir()):
             raise ConfigError(_taken(folder))
-        _make(folder, exist_ok=True)
-    else:
-        number = 1
-        while True:
-            folder = Path("runs") / (config.preset if number == 1 else f"{config.preset}-{number}")
-            if not folder.exists():
-                break
+        yield folder
+
+
+def _next_folder(preset: str) -> Path:
+    """A folder of the preset's name, with the first number that is free."""
+    number = 1
+    while True:
+        folder = Path("runs") / (preset if number == 1 else f"{preset}-{number}")
+        try:
+            return _make(folder, exist_ok=False)
+        except FileExistsError:
             number += 1
-        _make(folder, exist_ok=False)
-    return folder
 
 
 def _taken(folder: Path) -> str:
@@ -95,11 +99,31 @@ def _taken(folder: Path) -> str:
     return f"{folder} exists and holds no run; choose another --out"
 
 
-def _make(folder: Path, *, exist_ok: bool) -> None:
+def _make(folder: Path, *, exist_ok: bool = True) -> Path:
+    """Makes a folder; a FileExistsError where it is there and should not be."""
+    if exist_ok and folder.exists() and not folder.is_dir():
+        raise ConfigError(_taken(folder))
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
+        if isinstance(error, FileExistsError) and folder.exists() and not exist_ok:
+            raise
         raise ConfigError(f"cannot make the run's folder {folder} ({error.strerror}); choose another --out") from error
+    return folder
+
+
+@contextmanager
+def go_on_in(saved: Checkpoint) -> Iterator[Path]:
+    """The folder of the run that a checkpoint is of, which no other run enters before the `with` block is over.
+
+    Raises:
+        ConfigError: another run is in it.
+        CheckpointError: one was, and has gone on since the checkpoint was read.
+    """
+    with alone_in(saved.path.parent):
+        if checkpoint.meta(saved.path) != saved.meta:
+            raise CheckpointError(f"another run has just gone on in {saved.path.parent}; try --resume again")
+        yield saved.path.parent
 
 
 def write_config(folder: Path, config: TrainConfig) -> None:

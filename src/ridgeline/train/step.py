@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline.engine import StepMetrics, find_precision
+from ridgeline.engine.diagnose import NOTHING, bad_gradient, watched
 from ridgeline.engine.phases import END, Mark, Marks, measure, no_mark
 from ridgeline.errors import DivergedError, UnsupportedError
 from ridgeline.models import Model
@@ -64,7 +65,9 @@ class TorchStep:
     """PyTorch's own step: autocast, torch.optim.AdamW (fused on CUDA), optionally torch.compile.
 
     bf16 and fp16 are autocast over fp32 weights; fp16 adds a dynamic loss scale, which skips the update of a step
-    that overflows. A batch cut into parts gives the mean of the whole, also where targets are missing.
+    that overflows. On the CPU, where nothing has to be waited for, weights stay as they are from the first step on that
+    is not finite, and `check` names its first bad tensor. A batch cut into parts gives the mean of the whole, also
+    where targets are missing.
 
     Args:
         model: built with impl="torch", on its device.
@@ -105,22 +108,27 @@ class TorchStep:
         self._mark: Mark = no_mark
         self._taken, self._checked, self._bad_in_a_row = 0, 0, 0
         self._recent: list[tuple[int, Tensor, Tensor, float]] = []
+        self._bad: tuple[Batch, Tensor] | None = None  # of the last step that was not finite: batch, random state
 
     def __call__(self, batch: Batch) -> None:
         """See Step."""
         if self.steps is not None:
             self._rate = learning_rate(self.config, self._taken, self._taken / self.steps)
         set_learning_rate(self.optimizer, self._rate)
+        chance = torch.get_rng_state() if self._looks else None
         with self.precision.products():
             losses = [self._backward(part, share) for part, share in split_batch(batch, self.accumulate)]
             self._mark("optimizer")
             self.scaler.unscale_(self.optimizer)
-            norm = self._clip()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            loss, norm = torch.stack(losses).sum(), self._clip()
+            if chance is not None and not math.isfinite(float(loss + norm)):
+                self._bad = ({name: tensor.clone() for name, tensor in batch.items()}, chance)
+            if self.precision.scaled or self._bad is None:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self._mark(END)
-        self._recent.append((self._taken, torch.stack(losses).sum(), norm, self._rate))
+        self._recent.append((self._taken, loss, norm, self._rate))
         del self._recent[:-RING]
         self._taken += 1
 
@@ -161,9 +169,10 @@ class TorchStep:
         recent = [entry for entry in self._recent if entry[0] >= since]
         if not recent:
             return []
+        skips = self.precision.scaled or self._looks
         values = torch.stack([torch.stack([loss, norm]) for _, loss, norm, _ in recent]).tolist()
         return [
-            StepMetrics(step, loss, norm, rate, skipped=self.precision.scaled and not math.isfinite(norm))
+            StepMetrics(step, loss, norm, rate, skipped=skips and not math.isfinite(loss + norm))
             for (step, _, _, rate), (loss, norm) in zip(recent, values, strict=True)
         ]
 
@@ -171,7 +180,8 @@ class TorchStep:
         """See Step.
 
         Raises:
-            DivergedError: a loss or gradient that is not finite, and no loss scale to answer it with.
+            DivergedError: a loss or gradient that is not finite, and no loss scale to answer it with; on the CPU it
+                names the first bad tensor.
         """
         limit = BAD_STEPS if self.precision.scaled else 1
         for entry in self.metrics(self._checked):
@@ -179,8 +189,37 @@ class TorchStep:
             if self._bad_in_a_row == limit:
                 raise DivergedError(
                     f"training stopped at step {entry.step + 1}: loss {entry.loss:g}, gradient norm {entry.norm:g}"
+                    + ("" if self._bad is None else f"; first bad tensor: {self._first_bad(*self._bad)}")
                 )
         self._checked = self._taken
+
+    @property
+    def _looks(self) -> bool:
+        """Whether a step's numbers are there as soon as it is called."""
+        return self.device.type == "cpu"
+
+    def _first_bad(self, batch: Batch, chance: Tensor) -> str:
+        """What was not finite first in the step on `batch`, which began with the random state `chance`."""
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        now = torch.get_rng_state()
+        torch.set_rng_state(chance)
+        try:
+            with watched(self.model) as found, self.precision.products():
+                for part, share in split_batch(batch, self.accumulate):
+                    with self._casting():
+                        loss = self.model.loss(part) * share
+                    if found or not bool(torch.isfinite(loss)):
+                        return found[0] if found else "the loss"
+                    gradients = torch.autograd.grad(
+                        self.scaler.scale(loss), list(parameters.values()), allow_unused=True
+                    )
+                    for total, gradient in zip(sums.values(), gradients, strict=True):
+                        if gradient is not None:
+                            total += gradient
+        finally:
+            torch.set_rng_state(now)
+        return bad_gradient(sums) or NOTHING
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[nn.Module]:
@@ -205,6 +244,7 @@ class TorchStep:
         """See Step."""
         load_optimizer_tensors(self.optimizer, state)
         self._taken = self._checked = int(state["seed_step"][1])
+        self._bad = None
         if self.scaler.is_enabled() and "loss_scale" in state:
             saved = {"scale": state["loss_scale"].item(), "_growth_tracker": int(state["growth"])}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **saved})
@@ -219,6 +259,8 @@ def split_batch(batch: Batch, parts: int) -> list[tuple[Batch, float]]:
         for tensors in zip(*(tensor.chunk(parts) for tensor in batch.values()), strict=True)
     ]
     counts = [int((piece["targets"] != IGNORE).sum()) for piece in pieces]
+    if not any(counts):
+        return [(batch, 1.0)]  # whose loss says why there is none
     return [(piece, count / sum(counts)) for piece, count in zip(pieces, counts, strict=True) if count]
 
 

@@ -71,7 +71,7 @@ class KernelAttention:
 
     @property
     def _plain(self) -> bool:
-        """Whether the kernels for any window serve this too, at the head width where their forward is faster."""
+        """Whether the kernels for any window serve this too, at the head width where they are faster."""
         return (
             self.config.head_dim == 32
             and not self.drop.threshold
@@ -84,7 +84,7 @@ class KernelAttention:
         short.forward(*self.heads, self.table_RD, out_BTHD, self.lse_BHT, scale=self.scale, drop=self.drop)
 
     def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
-        if self._plain and self.config.groups == 1 < self.config.heads:  # with as many key heads short.py is ahead
+        if self._plain:
             return _plain_backward(self, tensors, dqkv_NQ, bias)
         q, k, _ = self.heads
         workspace = dqkv_NQ.new_empty(short.workspace_size(q, k, self.table_RD), dtype=torch.float32)

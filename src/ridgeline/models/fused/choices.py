@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ridgeline.models.config import DecoderConfig
-from ridgeline.models.plan import WAVE_TOKENS, StoragePlan
+from ridgeline.models.plan import FEW_TOKENS, MANY_TOKENS, WAVE_TOKENS, StoragePlan
 from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
@@ -16,9 +16,13 @@ from ridgeline.ops.linear.stationary import LARGEST_K
 from ridgeline.ops.mlp.many import TURNED
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
+<<<<<<< HEAD
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
 MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
 JOINED = frozenset(("out", "down", "hidden", "qkv"))  # with slopes in codes
+=======
+JOINED = frozenset(("out", "down", "up", "qkv"))
+>>>>>>> next/b512-late
 
 
 @dataclass(frozen=True)

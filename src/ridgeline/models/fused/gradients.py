@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.models.fused.choices import Choices
+from ridgeline.models.plan import GATHERED_BYTES
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.folded import FoldedNorm
@@ -18,8 +19,6 @@ from ridgeline.ops.linear.reduce import Job, reduce_raw
 from ridgeline.ops.linear.wgrad import MAX_PROBLEMS, Gradient, weight_gradients_raw
 from ridgeline.ops.sink import GradientSink, room_for, sink_of
 from ridgeline.ops.streams import side_stream
-
-GATHERED_BYTES = 1 << 29  # of gradients that wait for their launch: by then there is enough to fill a card
 
 
 class Place(NamedTuple):

@@ -42,13 +42,15 @@ class Norm(NamedTuple):
 class Join(NamedTuple):
     """A join's parameters: the branch's bias (None without), the norm's weights, the number of its dropout.
 
-    `folded`: the products beside the norm take its parts, so that it is never made.
+    `folded`: the products beside the norm take its parts, so that it is never made. Not `normed`, whoever takes the
+    stream wants the norm's statistics alone; a kernel may make it all the same.
     """
 
     branch_bias_C: Tensor | None
     norm: Norm
     site: int
     folded: bool = False
+    normed: bool = True
 
 
 class Joined(NamedTuple):
@@ -156,7 +158,7 @@ def rows_join(run: Pass, residual_NC: Tensor, join: Join) -> tuple[rows.Join, Jo
 def many_forward(run: Pass, x_NK: Tensor, weight_CK: Tensor, residual_NC: Tensor, join: Join) -> Joined:
     """The join of x Wᵀ for many rows."""
     fused, out = rows_join(run, residual_NC, join)
-    many.project_many_forward_raw(x_NK, weight_CK, fused)
+    many.project_many_forward_raw(x_NK, weight_CK, fused, normed=join.normed)
     return out
 
 

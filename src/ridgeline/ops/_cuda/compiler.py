@@ -57,40 +57,51 @@ def cache_directory() -> Path:
     return files.cache() / "cubin"
 
 
-def _sources(path: Path) -> list[Path]:
-    """The file and every file that it includes in quotes, each once, in the order of first mention."""
-    found: list[Path] = []
+class _Sources(NamedTuple):
+    """What a .cu file consists of, read once: what is hashed is what is compiled, whoever edits the files meanwhile.
+
+    Attributes:
+        texts: of the file and of every file that it includes in quotes, each once, in the order of first mention.
+        headers: text by the name in the quotes.
+    """
+
+    texts: dict[Path, str]
+    headers: dict[str, str]
+
+
+def _read(path: Path) -> _Sources:
+    found, headers = _Sources({}, {}), dict[str, Path]()
     queue = [path]
     while queue:
         current = queue.pop(0)
-        if current in found:
+        if current in found.texts:
             continue
-        found.append(current)
-        for name in _INCLUDE.findall(current.read_text(encoding="utf-8")):
+        found.texts[current] = text = current.read_text(encoding="utf-8")
+        for name in _INCLUDE.findall(text):
             choices = [current.parent / name, INCLUDE_DIRECTORY / name]
-            queue.append(next((choice for choice in choices if choice.is_file()), choices[-1]))
+            header = next((choice for choice in choices if choice.is_file()), choices[-1])
+            if headers.setdefault(name, header).resolve() != header.resolve():
+                raise ConfigError(f"{path} includes two files by the one name {name}: {headers[name]} and {header}")
+            queue.append(header)
+    found.headers.update((name, found.texts[header]) for name, header in headers.items())
     return found
 
 
-def _options(path: Path, defines: Defines, arch: str) -> list[str]:
+def _options(defines: Defines, arch: str) -> list[str]:
     return [
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--extra-device-vectorization",
         "--ptxas-options=-v",
-        f"--include-path={path.parent}",
-        f"--include-path={INCLUDE_DIRECTORY}",
         *(f"--define-macro={name}={value}" for name, value in sorted(defines.items())),
     ]
 
 
-def _key(path: Path, defines: Defines, arch: str) -> str:
+def _key(path: Path, sources: _Sources, options: list[str], arch: str) -> str:
     digest = hashlib.sha256(nvrtc.version().encode())
-    for source in _sources(path):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update(
-        "\0".join(option for option in _options(path, defines, arch) if "include-path" not in option).encode()
-    )
+    for source, text in sources.texts.items():
+        digest.update(source.name.encode() + b"\0" + text.encode() + b"\0")
+    digest.update("\0".join(options).encode())
     return f"{path.stem}-{arch}-{digest.hexdigest()[:24]}"
 
 
@@ -104,16 +115,16 @@ def build(path: Path, defines: Defines | None = None, arch: str = "sm_90a") -> C
 
     Raises:
         UnsupportedError: NVRTC is not installed.
-        ConfigError: the cache folder cannot be written.
+        ConfigError: the cache folder cannot be written, or two headers have one name.
         RuntimeError: the source does not compile.
     """
     defines = defines or {}
-    folder = cache_directory()
-    image_path = folder / f"{_key(path, defines, arch)}.cubin"
+    folder, sources, options = cache_directory(), _read(path), _options(defines, arch)
+    image_path = folder / f"{_key(path, sources, options, arch)}.cubin"
     log_path = image_path.with_suffix(".log")
     if image_path.is_file() and log_path.is_file():
         return Cubin(image_path.read_bytes(), log_path.read_text(encoding="utf-8"), arch)
-    image, log = nvrtc.compile_cubin(path.read_text(encoding="utf-8"), path.name, _options(path, defines, arch))
+    image, log = nvrtc.compile_cubin(sources.texts[path], path.name, options, sources.headers)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files.replace(log_path, log)

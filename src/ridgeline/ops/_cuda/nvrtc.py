@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -86,13 +86,20 @@ def _text(library: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-def compile_cubin(source: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    """Texts as C has them."""
+    encoded = [text.encode() for text in texts]
+    return (ctypes.c_char_p * len(encoded))(*encoded)
+
+
+def compile_cubin(source: str, name: str, options: Sequence[str], headers: Mapping[str, str]) -> tuple[bytes, str]:
     """Compile one source text.
 
     Args:
         source: CUDA C++.
         name: what the compiler's messages call it.
         options: NVRTC options, among them `--gpu-architecture=sm_…`.
+        headers: what `source` and they themselves include, by name; nothing is read from the disk.
 
     Returns:
         The cubin and the compiler's log.
@@ -104,12 +111,18 @@ def compile_cubin(source: str, name: str, options: Sequence[str]) -> tuple[bytes
     library, _ = _library()
     program = ctypes.c_void_p()
     _check(
-        library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None),
+        library.nvrtcCreateProgram(
+            ctypes.byref(program),
+            source.encode(),
+            name.encode(),
+            len(headers),
+            _strings(headers.values()),
+            _strings(headers),
+        ),
         "nvrtcCreateProgram",
     )
     try:
-        encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
-        code = library.nvrtcCompileProgram(program, len(options), encoded)
+        code = library.nvrtcCompileProgram(program, len(options), _strings(options))
         log = _text(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
         if code:
             raise RuntimeError(f"{name} does not compile:\n{log}")

@@ -7,6 +7,7 @@ the first one still runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -60,10 +61,9 @@ def _longest(tiles: range, key_parts: int) -> int:
     return max(sums)
 
 
-def split(q_BTHD: Tensor, k_BTGD: Tensor) -> Split:
-    """The split whose last thread block is done first; of equal ones that with the fewest parts."""
-    B, T, H, _ = q_BTHD.shape
-    G, at_once = k_BTGD.shape[2], processors(q_BTHD.device)
+@functools.lru_cache(maxsize=256)
+def best_split(B: int, T: int, H: int, G: int, at_once: int) -> Split:
+    """The split whose last thread block is done first, so many at once; of equal ones that with the fewest parts."""
     tiles = range(-(-T // 64), 0, -SPAN)  # of each span
     found = []
     for parts, key_parts in itertools.product(range(1, H // G + 1), range(1, len(tiles) + 1)):
@@ -72,6 +72,20 @@ def split(q_BTHD: Tensor, k_BTGD: Tensor) -> Split:
             time = -(-units // at_once) * _longest(tiles, key_parts) * (H // (G * parts))
             found.append((time, parts * key_parts, Split(parts, key_parts, units)))
     return min(found)[-1]
+
+
+def split(q_BTHD: Tensor, k_BTGD: Tensor) -> Split:
+    """The best split on the card where the tensors are."""
+    B, T, H, _ = q_BTHD.shape
+    return best_split(B, T, H, k_BTGD.shape[2], processors(q_BTHD.device))
+
+
+def partial_sums(B: int, T: int, H: int, G: int, at_once: int) -> tuple[int, int]:
+    """Numbers of fp32 that dQ's sums take, of all units where several share a head's keys, else of those at once; and
+    those of dK and dV each, where several thread blocks share the query heads of a key head."""
+    (parts, key_parts, units), blocks = best_split(B, T, H, G, at_once), -(-T // 64)
+    places = units if key_parts > 1 else min(at_once, units) if blocks > SPAN else 0
+    return places * (H // (G * parts)) * blocks * 64 * WIDTH, B * G * parts * T * WIDTH if parts > 1 else 0
 
 
 def _grid(units: int, device: torch.device) -> int:
@@ -115,10 +129,10 @@ def backward(
     (B, T, H, D), G, device = q_BTHD.shape, k_BTGD.shape[2], q_BTHD.device
     (parts, key_parts, units), blocks = split(q_BTHD, k_BTGD), -(-T // 64)
     grid, shared = _grid(units, device), H // (G * parts)
-    places = units if key_parts > 1 else grid if blocks > SPAN else 0
-    dq_sums = torch.empty(places * shared * blocks * 64 * D, device=device)
+    of_queries, of_keys = partial_sums(B, T, H, G, processors(device))
+    dq_sums = torch.empty(of_queries, device=device)
     notes = torch.empty(units * shared * -(-blocks // SPAN) * (key_parts > 1), dtype=torch.int32, device=device)
-    heads = torch.empty(2, B * G * parts * T * D if parts > 1 else 0, device=device)
+    heads = torch.empty(2, of_keys, device=device)
     sum_rows = 0 if column_sums is None else len(column_sums)
     q_pitch, kv_pitch = hopper.pitch("dq", dq_BTHD), hopper.common_pitch(dk_BTGD, dv_BTGD)
     o_pitch = hopper.pitch("out", out_BTHD)
@@ -139,7 +153,7 @@ def backward(
             B, q_pitch, kv_pitch, (H + 2 * G) * D, scale,
         )  # fmt: skip
         kernel = module.kernel("attention_plain_sum", _SUM_KINDS, patient=True)
-        of_keys = -(-2 * B * T * G * D // (4 * 128)) if parts > 1 else 0
-        kernel.launch((blocks * B * H + of_keys,), 128, 0, arguments)
+        for_keys = -(-2 * B * T * G * D // (4 * 128)) if parts > 1 else 0
+        kernel.launch((blocks * B * H + for_keys,), 128, 0, arguments)
     elif parts > 1:
         hopper.sum_groups((heads[0], heads[1]), (dk_BTGD, dv_BTGD), parts, kv_pitch)

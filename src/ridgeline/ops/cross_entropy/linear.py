@@ -24,13 +24,12 @@ from torch.nn import functional
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops.cross_entropy import rows as long_rows
 from ridgeline.ops.cross_entropy import triton as kernels
-from ridgeline.ops.cross_entropy.cost import chunk_rows
+from ridgeline.ops.cross_entropy.cost import WHOLE_ROWS, chunk_rows, keeps_logits
 from ridgeline.ops.known import ROWS, is_one, padded_rows
 from ridgeline.ops.linear.products import weight_gradient_raw
 from ridgeline.ops.sink import fp32_place, sink_of, written
 from ridgeline.ops.streams import side_stream
 
-KEPT_ELEMENTS = 1 << 26  # logits that a small head keeps
 FEW_ROWS = 1 << 15  # up to which products leave part of a card free
 
 
@@ -130,7 +129,7 @@ def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor,
         losses_P = buffers.losses_P[first_partial : first_partial + partials]
         first_partial += partials
         sums_PV = None
-        if gradients.bias_V is not None and V <= kernels.WHOLE_ROWS:
+        if gradients.bias_V is not None and V <= WHOLE_ROWS:
             sums_PV = torch.empty(partials, V, device=losses_P.device)
         rows_of_chunk = (logits_KW, targets_N[part], logits_KW, losses_P, counts)
         if _has_long_rows(hidden_NC, head):
@@ -154,7 +153,7 @@ def head_loss(
     Weight and bias gradients go to their sinks where they have one.
     """
     N, V = hidden_NC.shape[0], weight_VC.shape[0]
-    if N == 0 or (chunk is None and V <= kernels.WHOLE_ROWS and N * V <= KEPT_ELEMENTS):
+    if N == 0 or (chunk is None and keeps_logits(N, V)):
         return SmallHead.apply(hidden_NC, weight_VC, bias_V, targets_N)
     return ChunkedHead.apply(hidden_NC, weight_VC, bias_V, targets_N, chunk or chunk_rows(N, V))
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
+from ridgeline.ops.cross_entropy.cost import WHOLE_ROWS
 from ridgeline.ops.cross_entropy.reference import IGNORE
 
 _IGNORE = tl.constexpr(IGNORE)
 _LOG2_E = tl.constexpr(1.44269504088896)
 _LOWEST = tl.constexpr(-3.0e38)
 COUNTS = 64  # partial counts of valid rows
-WHOLE_ROWS = 2048  # classes up to which a tile holds whole rows
 MAX_PROGRAMS = 4096
 
 

@@ -20,9 +20,13 @@ from ridgeline.ops._triton.early import early_launch, previous_done
 from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
 from ridgeline.ops.dropout.reference import DropoutState, quantise
 from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
+from ridgeline.ops.norm.triton import forward_config as norm_config
 
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 CHUNK = 64  # sorted indices of a chunk
+PLACES = 2  # positions of a program that sums table and positions
+MANY_ITEMS = 65536  # from which it fills a card
+BESIDE = Launch(rows=64, warps=8, columns=256, stages=4)  # of it
 SORTED = Launch(rows=CHUNK, warps=8, columns=128)  # of their gradient
 
 
@@ -56,6 +60,42 @@ def gather_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
+def gather_norm_kernel(
+    ids_ptr, table_ptr, positions_ptr, weight_ptr, bias_ptr, out_ptr, h_ptr, mean_ptr, rstd_ptr, N, T, eps,
+    C: tl.constexpr, V: tl.constexpr, RMS: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """out[n] = table[ids[n]] + positions[n mod T], NaN for an index out of range; h = norm(out), its statistics."""
+    previous_done(EARLY)
+    row_R = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column_C = tl.arange(0, BLOCK_C)
+    inside_R, inside_C = row_R < N, column_C < C
+    inside_RC = inside_R[:, None] & inside_C[None, :]
+    id_R = tl.load(ids_ptr + row_R, mask=inside_R, other=0).to(tl.int64)
+    known_R = (id_R >= 0) & (id_R < V)
+    source_RC = table_ptr + (id_R * C)[:, None] + column_C[None, :]
+    x_RC = tl.load(source_RC, mask=inside_RC & known_R[:, None], other=0.0).to(tl.float32)
+    if positions_ptr is not None:
+        place_RC = positions_ptr + ((row_R % T) * C)[:, None] + column_C[None, :]
+        x_RC += tl.load(place_RC, mask=inside_RC, other=0.0).to(tl.float32)
+    x_RC = tl.where(known_R[:, None], x_RC, float("nan"))
+    target_RC = (row_R.to(tl.int64) * C)[:, None] + column_C[None, :]
+    stored_RC = x_RC.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + target_RC, stored_RC, mask=inside_RC)
+    x_RC = tl.where(inside_C[None, :], stored_RC.to(tl.float32), 0.0)
+    if not RMS:
+        mean_R = tl.sum(x_RC, axis=1) / C
+        x_RC = tl.where(inside_C[None, :], x_RC - mean_R[:, None], 0.0)
+        tl.store(mean_ptr + row_R, mean_R, mask=inside_R)
+    rstd_R = 1.0 / tl.sqrt(tl.sum(x_RC * x_RC, axis=1) / C + eps)
+    tl.store(rstd_ptr + row_R, rstd_R, mask=inside_R)
+    h_RC = x_RC * rstd_R[:, None] * tl.load(weight_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
+        h_RC += tl.load(bias_ptr + column_C, mask=inside_C, other=0.0).to(tl.float32)[None, :]
+    tl.store(h_ptr + target_RC, h_RC.to(h_ptr.dtype.element_ty), mask=inside_RC)
+
+
+@triton.jit(do_not_specialize=["N"])
 def table_gradient_small_kernel(
     dout_ptr, ids_ptr, partials_ptr, partials_stride, N, K, stride, ids_stride, V,
     C: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr = False,
@@ -75,6 +115,42 @@ def table_gradient_small_kernel(
         sum_VC = tl.dot(hot_VR, dout_RC, sum_VC, input_precision="ieee")
     out_VC = partials_ptr + tl.program_id(0) * partials_stride + (row_V * C)[:, None] + column_C[None, :]
     tl.store(out_VC, sum_VC, mask=(row_V < V)[:, None] & (column_C < C)[None, :])
+
+
+@triton.jit(do_not_specialize=["B"])
+def table_and_place_gradients_kernel(
+    dout_ptr, ids_ptr, partials_ptr, partials_stride, dplaces_ptr, B, T,
+    C: tl.constexpr, V: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr, ACCUMULATE: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
+    """The same over all items at PLACES neighbouring positions, and their own sums: rows of the one-hot behind V."""
+    previous_done(EARLY)
+    first_place = tl.program_id(0) * PLACES
+    row_V = tl.arange(0, BLOCK_V)
+    column_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    lane_R = tl.arange(0, ROWS)
+    place_R, inside_C = lane_R % PLACES, column_C < C
+    sum_VC = tl.zeros((BLOCK_V, BLOCK_C), dtype=tl.float32)
+    for first in tl.range(0, B, ROWS // PLACES):
+        sample_R = first + lane_R // PLACES
+        inside_R = (sample_R < B) & (first_place + place_R < T)
+        item_R = sample_R * T + first_place + place_R
+        id_R = tl.load(ids_ptr + item_R, mask=inside_R, other=-1).to(tl.int32)
+        source_RC = dout_ptr + (item_R.to(tl.int64) * C)[:, None] + column_C[None, :]
+        dout_RC = tl.load(source_RC, mask=inside_R[:, None] & inside_C[None, :], other=0.0)
+        of_table_VR = (row_V[:, None] == id_R[None, :]) & (row_V < V)[:, None]
+        of_place_VR = row_V[:, None] == (V + place_R)[None, :]
+        sum_VC = tl.dot(
+            (of_table_VR | of_place_VR).to(dout_ptr.dtype.element_ty), dout_RC, sum_VC, input_precision="ieee"
+        )
+    out_VC = partials_ptr + tl.program_id(0) * partials_stride + (row_V * C)[:, None] + column_C[None, :]
+    tl.store(out_VC, sum_VC, mask=(row_V < V)[:, None] & inside_C[None, :])
+    place_V = first_place + row_V - V
+    there_VC = ((row_V >= V) & (row_V < V + PLACES) & (place_V < T))[:, None] & inside_C[None, :]
+    place_VC = dplaces_ptr + (place_V * C)[:, None] + column_C[None, :]
+    if ACCUMULATE:
+        sum_VC += tl.load(place_VC, mask=there_VC, other=0.0)
+    tl.store(place_VC, sum_VC, mask=there_VC)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -182,6 +258,37 @@ def gather_raw(
     )  # fmt: skip
 
 
+def gather_norm_raw(
+    ids_N: Tensor,
+    table_VC: Tensor,
+    positions_RC: Tensor | None,
+    weight_C: Tensor,
+    bias_C: Tensor | None,
+    out_NC: Tensor,
+    h_NC: Tensor,
+    mean_N: Tensor | None,
+    rstd_N: Tensor,
+    *,
+    T: int,
+    eps: float,
+) -> None:
+    """`gather_raw` of one index a row without dropout, and the norm of its result. Allocates nothing.
+
+    Args:
+        ids_N, table_VC, positions_RC, T: as there.
+        weight_C, bias_C: of the norm; the bias or None.
+        out_NC, h_NC: contiguous. `mean_N`, `rstd_N`: fp32 statistics; no mean for RMSNorm.
+        eps: added to the variance.
+    """
+    N, (V, C) = len(ids_N), table_VC.shape
+    config = norm_config(N, C)
+    gather_norm_kernel[(grid_rows(N, config.rows),)](
+        ids_N, table_VC, positions_RC, weight_C, bias_C, out_NC, h_NC, mean_N, rstd_N, N, T, eps,
+        C=C, V=V, RMS=mean_N is None, ROWS=config.rows, BLOCK_C=power_of_two(C), num_warps=config.warps,
+        **early_launch(out_NC.device),
+    )  # fmt: skip
+
+
 def small_config(items: int, V: int, C: int) -> Launch:
     """The launch of the one-hot gradient."""
     return Launch(rows=64, warps=4, columns=max(16, min(64, power_of_two(C))), per_processor=2)
@@ -225,6 +332,43 @@ def table_gradient_small_raw(
         **early_launch(dout_NX.device),
     )  # fmt: skip
     column_sums_raw(partials_PW, dtable_VC, accumulate=accumulate)
+
+
+def takes_places(B: int, T: int, V: int, C: int) -> bool:
+    """Whether the gradients of table and positions come from one pass: many items, and room behind the table's rows."""
+    return B * T > MANY_ITEMS and max(V + PLACES, C // 2) <= 128
+
+
+def table_and_place_gradients_raw(
+    dout_BTC: Tensor,
+    ids_BT: Tensor,
+    dtable_VC: Tensor,
+    dpositions_RC: Tensor,
+    partials_PW: Tensor,
+    *,
+    add_table: bool,
+    add_positions: bool,
+    config: Launch | None = None,
+) -> None:
+    """`table_gradient_small_raw` and `position_gradient_raw` by one pass over dout. Allocates nothing.
+
+    Args:
+        dout_BTC, ids_BT: contiguous.
+        dtable_VC, dpositions_RC: fp32.
+        partials_PW: fp32, ⌈T / 2⌉ rows of V · C.
+        add_table, add_positions: add to what is there instead of writing it.
+        config: launch; None for the frozen one.
+    """
+    (B, T, C), V, config = dout_BTC.shape, len(dtable_VC), config or BESIDE
+    if not add_positions and len(dpositions_RC) > T:
+        dpositions_RC[T:].zero_()
+    columns = min(config.columns, max(16, power_of_two(C)))
+    table_and_place_gradients_kernel[(len(partials_PW), grid_rows(C, columns))](
+        dout_BTC, ids_BT, partials_PW, partials_PW.stride(0), dpositions_RC, B, T,
+        C=C, V=V, PLACES=PLACES, ROWS=config.rows, BLOCK_V=max(16, power_of_two(V + PLACES)), BLOCK_C=columns,
+        ACCUMULATE=add_positions, num_warps=config.warps, num_stages=config.stages, **early_launch(dout_BTC.device),
+    )  # fmt: skip
+    column_sums_raw(partials_PW, dtable_VC, accumulate=add_table)
 
 
 def table_gradient_sorted_raw(

@@ -6,7 +6,6 @@
     weight gradient         2NKM    dy, x             dW, db (fp32)
 
 An epilogue reads or writes further (N, M) tensors: the residual it adds, GELU's derivative beside the activation.
-With `chunked` the (N, M) side, y and dy, never travels: a loss over many classes is taken in chunks of rows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ def linear_forward(
     writes: int = 1,
     kept: int = 0,
     element_flops: int = 0,
-    chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
     """The product with its epilogue.
@@ -40,7 +38,6 @@ def linear_forward(
         writes: (N, M) tensors written: the result, and GELU's input or derivative where that is kept like one.
         kept: bytes of each of N × M results that are written besides.
         element_flops: vector FLOPs that the epilogue does for each of the N × M results.
-        chunked: y stays on chip.
         count: how often a step runs it.
     """
     return OpCost(
@@ -49,7 +46,7 @@ def linear_forward(
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * outputs * (element_flops + bias * INSTRUCTION),
         read_bytes=rows * (inputs + reads * outputs) * store.activation + outputs * (inputs + bias) * store.weight,
-        written_bytes=rows * outputs * ((0 if chunked else writes) * store.activation + kept),
+        written_bytes=rows * outputs * (writes * store.activation + kept),
         count=count,
     )
 
@@ -64,7 +61,6 @@ def linear_input_gradient(
     reads: int = 0,
     kept: int = 0,
     element_flops: int = 0,
-    chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
     """dx = dy W; the epilogue may read (N, K) tensors, such as GELU's derivative or the input that has it.
@@ -76,7 +72,7 @@ def linear_input_gradient(
         phase="backward",
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * inputs * element_flops,
-        read_bytes=rows * (outputs * (not chunked) + reads * inputs) * store.activation
+        read_bytes=rows * (outputs + reads * inputs) * store.activation
         + rows * inputs * kept
         + outputs * inputs * store.weight,
         written_bytes=rows * inputs * store.activation,
@@ -92,7 +88,6 @@ def linear_weight_gradient(
     *,
     bias: bool,
     store: Storage,
-    chunked: bool = False,
     count: int = 1,
 ) -> OpCost:
     """dW = dyᵀ x and db = Σ dy."""
@@ -101,7 +96,7 @@ def linear_weight_gradient(
         phase="backward",
         flops=2 * rows * inputs * outputs,
         vector_flops=rows * outputs * bias * INSTRUCTION,
-        read_bytes=rows * (outputs * (not chunked) + inputs) * store.activation,
+        read_bytes=rows * (outputs + inputs) * store.activation,
         written_bytes=outputs * (inputs + bias) * store.gradient,
         count=count,
     )

@@ -59,8 +59,8 @@ RL_D void publish() {  // what the warp wrote to shared memory, to the copy engi
 }
 
 template <int PENDING>
-RL_D void wait_sent(int lane) {  // all but the last PENDING panels of this warp have left shared memory
-  if (lane == 0) store_wait_read<PENDING>();
+RL_D void wait_sent() {  // all but the last PENDING panels of this warp have left shared memory
+  if (elected()) store_wait_read<PENDING>();
   __syncwarp();
 }
 
@@ -128,13 +128,13 @@ struct Consumer {
           if (EPILOGUE == 1) slope[j][h] = activate<GELU_TANH, STORE_U>(v0, v1);
           out[j][h] = pack_pair(v0, v1);
         }
-      wait_sent<BOTH ? 0 : 1>(lane);
+      wait_sent<BOTH ? 0 : 1>();
       if (BOTH && CODED) panel(1).write_codes(slope);
       if (BOTH && !CODED) panel(1).write(slope);
       const Panel target = panel(BOTH ? 0 : i & 1);
       target.write(out);
       publish();
-      if (lane == 0) {
+      if (elected()) {
         if (BOTH) store_2d(p.u, panel(1).address, CODED ? 0 : x, CODED ? codes_of(x, y) : y);
         store_2d(p.d, target.address, x, y);
         store_commit();
@@ -162,7 +162,7 @@ struct Consumer {
       if (EPILOGUE == 4) add_terms(c, v, terms);
       here.write(c);
       publish();
-      if (lane == 0) {
+      if (elected()) {
         store_2d(p.d, here.address, x, y);
         store_commit();
         if (i > 0 && next.valid()) {
@@ -171,7 +171,7 @@ struct Consumer {
         }
       }
     }
-    if (lane == 0 && next.valid()) {
+    if (next.valid() && elected()) {
       store_wait_read<0>();
       fetch_c(1 - group, PANELS - 1, next_column, next_row);
     }

@@ -29,19 +29,20 @@ static_assert(PANELS % 2 == 0, "panels leave through two slots in turn");
 static_assert(8 * Barriers::COUNT <= BARRIER_BYTES, "barriers overflow");
 
 // A block's work: segments {column tile + 65536 · row of partial sums, first row tile, row tile step, count}, ended by a
-// count of 0.
+// count of 0. Where a tile lies is the same for a whole warp, as the compiler has to know: copies are started with it.
 struct Tiles {
   const int4* segment;
   int4 now;
   int index;  // inside the segment
-  RL_D explicit Tiles(const int4* first) : segment(first), now(*first), index(0) {}
+  RL_D explicit Tiles(const int4* first) : segment(first), now(uniform(*first)), index(0) {}
+  static RL_D int4 uniform(int4 v) { return {warp_uniform(v.x), warp_uniform(v.y), warp_uniform(v.z), warp_uniform(v.w)}; }
   RL_D bool valid() const { return now.w > 0; }
   RL_D int column() const { return (now.x & 0xffff) * TILE_N; }
   RL_D int sums_row() const { return now.x >> 16; }
   RL_D int row() const { return (now.y + index * now.z) * TILE_M; }
   RL_D void advance() {
     if (++index == now.w) {
-      now = *++segment;
+      now = uniform(*++segment);
       index = 0;
     }
   }

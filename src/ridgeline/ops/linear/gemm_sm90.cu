@@ -24,23 +24,20 @@ RL_D void load_b(const Problem& p, u32 destination, int column, int chunk, u32 b
   }
 }
 
+// A warp's work, one of whose lanes starts copies.
 RL_D void produce(const Problem& p, Tiles tiles, u32 smem, Barriers bar) {
   int slot = 0;
   u32 phase = 0;
-  // Blocks of different columns walk the same rows (a step above 1): each brings its share of the next rows' chunks into
-  // L2 a tile ahead, so that nobody waits for memory.
-  const int columns = ceil_div(p.n, TILE_N), sharers = columns < K_CHUNKS ? columns : K_CHUNKS;
-  while (tiles.valid()) {
+  for (; tiles.valid(); tiles.advance()) {
     const int column = tiles.column(), row = tiles.row();
-    const int share = tiles.now.z > 1 ? sharers : 1, mine = (tiles.now.x & 0xffff) % share;
-    tiles.advance();
     for (int chunk = 0; chunk < K_CHUNKS; ++chunk) {
-      if (tiles.valid() && chunk % share == mine) prefetch_2d(p.a, chunk * BLOCK_K, tiles.row());
       const u32 target = smem + slot * SLOT_BYTES, full = bar.full(slot);
       barrier_wait(bar.empty(slot), phase ^ 1);
-      barrier_expect(full, SLOT_BYTES);
-      copy_2d(target, p.a, chunk * BLOCK_K, row, full);
-      load_b(p, target + A_BYTES, column, chunk, full);
+      if (elected()) {
+        barrier_expect(full, SLOT_BYTES);
+        copy_2d(target, p.a, chunk * BLOCK_K, row, full);
+        load_b(p, target + A_BYTES, column, chunk, full);
+      }
       if (++slot == STAGES) slot = 0, phase ^= 1;
     }
   }
@@ -91,7 +88,7 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
   const Problem& p = me.p;
   if (EPILOGUE == 3)
     for (int j = 0; j < TILE_N / 8; ++j) me.sums[j][0] = me.sums[j][1] = 0.f;
-  if (READS_C && me.group == 0 && me.lane == 0 && tiles.valid())
+  if (READS_C && me.group == 0 && tiles.valid() && elected())
 #pragma unroll
     for (int i = 0; i < PANELS; ++i) me.fetch_c(0, i, tiles.column(), tiles.row());
   for (int tile = 0; tiles.valid(); ++tile) {
@@ -112,7 +109,7 @@ RL_D void consume(Consumer& me, Tiles tiles, const u16* bias, float* partials) {
       me.write_sums(partials + static_cast<i64>((tiles.sums_row() * 2 + me.group) * 4 + me.warp) * p.n, column);
     tiles = next;
   }
-  if (me.lane == 0) store_wait_read<0>();
+  if (elected()) store_wait_read<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
@@ -124,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
   Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, terms, m, 1.f};
-  const int group = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = warp_uniform(threadIdx.x / 128) - 1, warp = warp_uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     prefetch_map(p.a);
     prefetch_map(p.b);
@@ -142,10 +139,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   if (EPILOGUE == 4) p.factor = *factor;
   const Tiles tiles(schedule + static_cast<i64>(blockIdx.x) * segments);
   if (group < 0) {
-    registers_down<40>();
-    if (threadIdx.x == 0) produce(p, tiles, smem, bar);
+    registers_down<24>();
+    if (warp == 0) produce(p, tiles, smem, bar);
   } else {
-    registers_up<232>();
+    registers_up<240>();
     Mask mask{};
     if (EPILOGUE == 2 && DROPOUT) {
       mask = {dropout_site(seed_step[0], seed_step[1], site), dropout_bias(threshold), scale, rows_per_sample, n / 4,

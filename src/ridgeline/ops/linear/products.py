@@ -178,7 +178,9 @@ def input_gradient_raw(
         return dx_NK.sum(0, keepdim=True) if sums and slope_NK is not None else None
     if impl == "cuda" and dy_NM.shape[1] <= stationary.LARGEST_K:
         with named:
-            return stationary.stationary(dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK, norm=norm)
+            return stationary.stationary(
+                dy_NM, weight_MK, dx_NK, transposed_b=True, factor_MN=slope_NK, norm=norm, summed=sums
+            )
     config = gemm.choose(dx_NK.shape[0], dx_NK.shape[1], "plain" if slope_NK is None else "factor")
     if impl == "cuda" and config is not None:
         with named:

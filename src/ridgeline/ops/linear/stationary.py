@@ -75,6 +75,7 @@ def stationary(
     factor_MN: Tensor | None = None,
     norm: FoldedNorm | None = None,
     folded: FoldedWeights | None = None,
+    summed: bool = True,
 ) -> Tensor | None:
     """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
 
@@ -90,9 +91,10 @@ def stationary(
         norm: one that no pass of its own makes. With a residual, its shares are left beside `out_MN`; with a factor,
             out is divided by each row's σ; else A is the residual stream, and norm(A) is what is multiplied, by weights
             and a bias that `folded` has in place of `b` and `bias_N`.
+        summed: with a factor, the column sums are wanted.
 
     Returns:
-        With `factor_MN`, fp32 partial column sums [rows, N] of out (with a `norm` too, of out · σ); else None.
+        With `factor_MN` and `summed`, fp32 partial column sums [rows, N] of out (with a `norm` too, of out · σ).
     """
     M, K = a_MK.shape
     N = out_MN.shape[1]
@@ -106,7 +108,9 @@ def stationary(
     plan = plan_of(-(-M // TILE), -(-N // COLUMNS), a_MK.device)
     map_a, map_b, map_d = (cuda.tensor_map(x, (TILE, TILE)) for x in (a_MK, b, out_MN))
     map_c, map_u = (map_d if x is None else matrix_map(x, (TILE, TILE), LINES) for x in (reads, slope_MN))
-    sums = a_MK.new_zeros((plan.slots, N), dtype=torch.float32) if factor_MN is not None else None
+    sums = None if factor_MN is None else a_MK.new_empty((plan.slots, N), dtype=torch.float32)
+    if sums is not None and summed:
+        sums.zero_()  # units that have nothing of a column leave its place as it is
     beside: Sequence[cuda.Argument] = (None, None, None, M)
     if norm is not None:
         beside = (norm.shares_SM2, norm.rstd_M, None if folded is None else folded.bias_M, M)
@@ -115,4 +119,4 @@ def stationary(
         *beside,
     )  # fmt: skip
     kernel.launch((plan.units,), THREADS, size, arguments)
-    return sums
+    return sums if summed else None

@@ -37,7 +37,7 @@ RL_D void produce(const TensorMap* dz, const TensorMap* up, const TensorMap* dow
     const auto prefetch_kept = [&](int chunk) {
       for (int block = 0; block < ROW_BLOCKS; ++block) {
         const int row = tiles.tile * TILE_ROWS + block_row(block);
-        if (row < join.rows && chunk < chunks) prefetch_bytes(kept + kept_index(row / 64, chunks, chunk, 0, 0), KEPT_BYTES);
+        if (row < join.rows && chunk < chunks && elected()) prefetch_bytes(kept + kept_index(row / 64, chunks, chunk, 0, 0), KEPT_BYTES);
       }
     };
     fetch(0);
@@ -189,7 +189,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, Barriers b
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) wgmma_touch(dh[half]);
     release_all<HALVES>(ring, 0, me);
-    if (me.lane == 0) store_wait_read<0>();  // the join's sums are taken where du was staged
+    if (elected()) store_wait_read<0>();  // the join's sums are taken where du was staged
     sync_warp();
     skip_turn(ring, me.group == 0 ? HALVES : DOWN_SLOTS);
     float v[OWN_ROWS][LANE];
@@ -200,7 +200,7 @@ RL_D void consume(const JoinBackward& join, const Inner& p, u32 smem, Barriers b
                   smem + STATISTICS + (tiles.round & 1) * STATISTICS_BYTES, row / 64, me);
     if (!APART) sync_consumers();
   }
-  if (me.lane == 0) store_wait<0>();
+  if (elected()) store_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -215,11 +215,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   begin({smem + BARRIERS});
   const int chunks = ceil_div(inner, 128);
   if (me.group < 0) {
-    registers_down<40>();
+    registers_down<24>();
     const JoinBackward join{r, dresidual, 0, nullptr, nullptr, nullptr, nullptr, nullptr, 0, rows, {}};
-    if (threadIdx.x == 0) produce(&dz, &up, &down, join, kept, chunks, smem, {smem + BARRIERS});
+    if (me.warp == 0) produce(&dz, &up, &down, join, kept, chunks, smem, {smem + BARRIERS});
   } else {
-    registers_up<232>();
+    registers_up<240>();
     copy_vectors<1>(smem + VECTOR, weight, nullptr, nullptr, threadIdx.x - 128, [] {});
     wait_for_previous();
     const JoinBackward join{r, dresidual, smem + VECTOR, mean, rstd, dr, dbranch, partials, stride, rows,

@@ -155,7 +155,7 @@ RL_D void consume(const JoinForward& join, u32 down_bias, const Inner& p, int ch
     finish_sums(v, z, rows, bar, me);
     join_forward(join, v, ahead, row + first_row(me), me);
   }
-  if (me.lane == 0) store_wait<0>();
+  if (elected()) store_wait<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -171,10 +171,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) prefetch_map(&h), prefetch_map(&up), prefetch_map(&down), prefetch_map(&a);
   begin({barriers});
   if (me.group < 0) {
-    registers_down<40>();
-    if (threadIdx.x == 0) produce(&h, &up, &down, residual, rows, 2 * chunks / WORKERS, smem, {barriers});
+    registers_down<24>();
+    if (me.warp == 0) produce(&h, &up, &down, residual, rows, 2 * chunks / WORKERS, smem, {barriers});
   } else {
-    registers_up<232>();
+    registers_up<240>();
     const int thread = threadIdx.x - 128;
     const u32 vectors = smem + VECTORS;  // scale and shift of the norm, bias of Wdown
     copy_vectors<3>(vectors, weight, NORM_BIAS ? bias : nullptr, BRANCH_BIAS ? down_bias : nullptr, thread, [&] {

@@ -23,6 +23,7 @@ RL_D int first_part(const Place& me) { return APART ? 0 : me.group; }
 RL_D void fetch_rows(const TensorMap* map, u32 smem, Barriers bar, int tile, u32 round) {
   for (int block = 0; block < ROW_BLOCKS; ++block) {
     barrier_wait(bar.rows_empty(block), (round & 1) ^ 1);
+    if (!elected()) continue;
     barrier_expect(bar.rows_full(block), ROWS_BYTES);
     for (int k = 0; k < K_BLOCKS; ++k)
       copy_2d(block_place(smem, block) + k * 8192, map, 64 * k, tile * TILE_ROWS + block_row(block), bar.rows_full(block));

@@ -36,7 +36,7 @@ def blocks(N: int, device: torch.device) -> int:
 
 
 def macros(
-    dtype: torch.dtype, *, backward: bool, rms: bool, norm_bias: bool, branch_bias: bool = False
+    dtype: torch.dtype, *, backward: bool, rms: bool, norm_bias: bool, branch_bias: bool = False, normed: bool = True
 ) -> dict[str, int]:
     """What the compiler is asked for."""
     return {
@@ -45,6 +45,7 @@ def macros(
         "RMS": int(rms),
         "NORM_BIAS": int(norm_bias),
         "BRANCH_BIAS": int(branch_bias),
+        "NORMED": int(normed),
         "RL_FP16": int(dtype == torch.float16),
     }
 
@@ -58,13 +59,14 @@ def _maps(x_NK: Tensor, weight: Tensor, held_NC: Tensor) -> tuple[bytes, ...]:
     return tuple(cuda.tensor_map(matrix, (64, 64)) for matrix in (x_NK, weight, held_NC))
 
 
-def project_many_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join) -> None:
+def project_many_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join, *, normed: bool = True) -> None:
     """y = x Wᵀ, then the join (which adds the bias).
 
     Args:
         x_NK: bf16 or fp16, rows at multiples of 16 bytes.
         weight_CK: C is 256.
         join: with a residual, and no dropout.
+        normed: without, h is left as it is: r and its norm's statistics are all that is wanted.
 
     Raises:
         ValueError: a join that the kernel does not know.
@@ -73,7 +75,7 @@ def project_many_forward_raw(x_NK: Tensor, weight_CK: Tensor, join: Join) -> Non
         raise ValueError("the kernel for many rows takes a join with a residual and without dropout")
     defines = macros(
         x_NK.dtype, backward=False, rms=join.kind == "rmsnorm", norm_bias=join.bias_C is not None,
-        branch_bias=join.branch_bias_C is not None,
+        branch_bias=join.branch_bias_C is not None, normed=normed,
     )  # fmt: skip
     arguments = (
         *_maps(x_NK, weight_CK, join.residual_NC), *(cuda.tensor_map(out, (16, 64)) for out in (join.r_NC, join.h_NC)),

@@ -10,7 +10,7 @@ constexpr int PANEL_BYTES = 16 * 128, PANELS_BYTES = 4 * PANEL_BYTES;  // a warp
 RL_D void stage(u32 panels, const u32 (&pairs)[4][4], const Place& me) {
   const int matrix = me.lane / 8, panel_row = me.lane % 8 + 8 * (matrix % 2);
   const u32 mine = panels + me.warp * PANEL_BYTES;
-  if (me.lane == 0) store_wait_read<0>();  // what the panel held has left
+  if (elected()) store_wait_read<0>();  // what the panel held has left
   sync_warp();
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
@@ -25,7 +25,7 @@ RL_D void send(const TensorMap* map, u32 panels, int column, int row, const Plac
   const u32 mine = panels + me.warp * PANEL_BYTES;
   fence_async();
   sync_warp();
-  if (me.lane == 0) {
+  if (elected()) {
     store_2d(map, mine, column, row + 16 * me.warp);
     store_commit();
   }

@@ -21,16 +21,18 @@ struct Reads {  // what the join reads of every row
 RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int rows, int blocks, u32 smem, Barriers bar) {
   Ring ring(smem + RING, bar);
   const auto fetch_weight = [&](int k) {
-    ring.begin();
     const u32 place = ring.address() + X_BYTES, full = bar.full(ring.slot);
     if (BACKWARD)
+#pragma unroll
       for (int panel = 0; panel < WIDTH / 64; ++panel) copy_2d(place + panel * 8192, weight, 64 * panel, 64 * k, full);
     else
+#pragma unroll
       for (int half = 0; half < HALVES; ++half) copy_5d(place + half * 16384, weight, 64 * k, 0, 0, 0, 4 * half, full);
   };
+  const auto fetch_rows = [&](int k, int row) { copy_2d(ring.address(), x, 64 * k, row, bar.full(ring.slot)); };
   const int early = blocks < STAGES ? blocks : STAGES;
   for (int k = 0; k < early; ++k) {
-    fetch_weight(k);
+    if (ring.begin()) fetch_weight(k);
     ring.advance();
   }
   wait_for_previous();
@@ -39,11 +41,15 @@ RL_D void produce(const TensorMap* x, const TensorMap* weight, Reads reads, int 
     for (int part = 0; part < ROW_BLOCKS; ++part)
       for (int k = 0; k < blocks; ++k) {
         const int row = tiles.tile * TILE_ROWS + 64 * part;
-        if (tiles.round > 0 || part > 0 || k >= early) fetch_weight(k);
-        copy_2d(ring.address(), x, 64 * k, row, bar.full(ring.slot));
+        if (tiles.round > 0 || part > 0 || k >= early) {
+          if (ring.begin()) fetch_weight(k), fetch_rows(k, row);
+        } else if (elected()) {
+          fetch_rows(k, row);
+        }
         ring.advance();
         if (k > 0) continue;
-        for (int later = STAGES; later < APART * blocks; ++later) prefetch_2d(x, 64 * later, row);
+        if (elected())
+          for (int later = STAGES; later < APART * blocks; ++later) prefetch_2d(x, 64 * later, row);
         if (part == 0 && reads.a) prefetch_rows(reads.a, rows, tiles.tile);
         if (part == 0 && reads.b) prefetch_rows(reads.b, rows, tiles.tile);
       }
@@ -113,15 +119,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) prefetch_map(&x), prefetch_map(&w);
   begin(bar);
   if (me.group < 0) {
-    registers_down<40>();
+    registers_down<24>();
 #if BACKWARD
     const Reads reads{r, RESIDUAL ? dresidual : nullptr};
 #else
     const Reads reads{RESIDUAL ? residual : nullptr, nullptr};
 #endif
-    if (threadIdx.x == 0) produce(&x, &w, reads, rows, blocks, smem, bar);
+    if (me.warp == 0) produce(&x, &w, reads, rows, blocks, smem, bar);
   } else {
-    registers_up<232>();
+    registers_up<240>();
     const u32 vectors = smem + VECTORS;  // scale of the norm; forward its shift and the branch's bias
     const int thread = threadIdx.x - 128;
 #if BACKWARD

@@ -12,7 +12,7 @@
 // shared memory lie as panels of 64 columns under the 128-byte swizzle; ldmatrix hands them out in the order of the
 // accumulators.
 //
-// Macros: BACKWARD, STAGES, RMS, NORM_BIAS (backward: its sums are wanted), BRANCH_BIAS (forward).
+// Macros: BACKWARD, STAGES, RMS, NORM_BIAS (backward: its sums are wanted), forward BRANCH_BIAS, NORMED (h is wanted).
 #include "many_join.cuh"
 #include "project_many.cuh"
 
@@ -116,6 +116,7 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       p.rstd[here] = rstd[h];
     }
   }
+  if (!NORMED) return;
   if (me.lane == 0) store_wait_read<0>();  // r has left
   sync_warp();
 #pragma unroll

@@ -81,7 +81,7 @@ RL_D void begin(Barriers bar) {
 // A tile's rows of a tensor of WIDTH columns into L2: forward tensors come from memory.
 RL_D void prefetch_rows(const u16* x, int rows, int tile) {
   const int first = tile * TILE_ROWS, count = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
-  prefetch_bytes(x + static_cast<i64>(first) * WIDTH, count * WIDTH * 2);
+  if (elected()) prefetch_bytes(x + static_cast<i64>(first) * WIDTH, count * WIDTH * 2);
 }
 
 // Consumers: what all of them have put into shared memory may be read by each.
@@ -101,10 +101,12 @@ struct Ring {
   RL_D void skip(int count) {
     for (slot += count; slot >= STAGES; slot -= STAGES) phase ^= 1;
   }
-  // Producer: wait until the slot is free and announce its bytes.
-  RL_D void begin() const {
+  // Producer: wait until the slot is free; in the lane that is elected to start its copies, announce its bytes.
+  RL_D bool begin() const {
     barrier_wait(bar.empty(slot), phase ^ 1);
-    barrier_expect(bar.full(slot), SLOT_BYTES);
+    const bool mine = elected();
+    if (mine) barrier_expect(bar.full(slot), SLOT_BYTES);
+    return mine;
   }
   // Consumer: wait until the slot is full.
   RL_D void wait() const { barrier_wait(bar.full(slot), phase); }
@@ -129,16 +131,16 @@ RL_D void release_all(const Ring& ring, int back, const Place& me) {
 
 // A slot of two boxes of 64 × 64 of a weight: from column `x` and row `y`, the second `dx` and `dy` further.
 RL_D void fetch_boxes(Ring& ring, const TensorMap* map, int x, int y, int dx, int dy) {
-  ring.begin();
-  copy_2d(ring.address(), map, x, y, ring.bar.full(ring.slot));
-  copy_2d(ring.address() + SLOT_BYTES / 2, map, x + dx, y + dy, ring.bar.full(ring.slot));
+  if (ring.begin()) {
+    copy_2d(ring.address(), map, x, y, ring.bar.full(ring.slot));
+    copy_2d(ring.address() + SLOT_BYTES / 2, map, x + dx, y + dy, ring.bar.full(ring.slot));
+  }
   ring.advance();
 }
 // A slot of 128 weight rows × 64 of K (columns k …), the rows in the order of `owned`; the map is [rows / 32, j, q, e, K],
 // its box [4, 4, 4, 2, 64].
 RL_D void fetch_owned_rows(Ring& ring, const TensorMap* map, int k, int row) {
-  ring.begin();
-  copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
+  if (ring.begin()) copy_5d(ring.address(), map, k, 0, 0, 0, row / 32, ring.bar.full(ring.slot));
   ring.advance();
 }
 // The operand `bytes` further.

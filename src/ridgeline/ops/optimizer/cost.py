@@ -1,7 +1,7 @@
 """Cost of an update: the gradient's norm, then clip, AdamW and the 16-bit copies in one pass.
 
-A parameter costs 4 bytes for the norm; 16 read (weight, gradient, both moments) and 12 written for AdamW, and 2 more
-where products read a 16-bit copy.
+A parameter costs 16 bytes read (weight, gradient, both moments) and 12 written for AdamW, 2 more where products read a
+16-bit copy, and 4 for the norm unless the kernels that write gradients leave sums of their squares.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def accumulate(parameters: int, parts: int, *, store: Storage) -> OpCost:
     )
 
 
-def gradient_norm(parameters: int, *, store: Storage) -> OpCost:
-    """The global norm of the gradient."""
+def gradient_norm(parameters: int, *, store: Storage, rides: bool = False) -> OpCost:
+    """The global norm of the gradient; with `rides` its squares are summed where the gradients are written."""
     return OpCost(
         name="grad_norm",
         phase="optimizer",
         vector_flops=parameters * INSTRUCTION,
-        read_bytes=parameters * store.gradient,
+        read_bytes=0 if rides else parameters * store.gradient,
     )
 
 

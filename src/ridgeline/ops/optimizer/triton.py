@@ -177,7 +177,7 @@ def update_config(M: int) -> Launch:
 
 def workspace(device: torch.device) -> Tensor:
     """The step's private fp32 memory: plan, arrival count (as int32 bits) and partials. Zero before the first step."""
-    return torch.zeros(PLAN + 8 + MAX_PARTIALS, device=device)
+    return torch.zeros(PLAN + 8 + MAX_PARTIALS, dtype=torch.float32, device=device)
 
 
 def plan_numbers(work: Tensor) -> tuple[Tensor, Tensor, Tensor]:

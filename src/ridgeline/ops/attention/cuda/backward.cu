@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, 1)
   for (int x = threadIdx.x; x < width; x += THREADS) column_sums[static_cast<i64>(blockIdx.x) * width + x] = 0.f;
 #endif
   sync_block();
-  if (threadIdx.x == 0 && a.first_unit() < heads_in_all) {
+  if (group == 0 && p.warp == 0 && a.first_unit() < heads_in_all && elected()) {
     const Head head(a, a.first_unit());
     for (int n = 0; n < SQUARES; ++n) {
       const Square s = square_at(n);

@@ -107,14 +107,14 @@ struct Place {
   RL_D u32 operands() const { return afresh(operand_at(smem)); }
 };
 
-RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {  // one thread
+RL_D void load_keys(const Arguments& a, const Place& p, Head head, int j) {  // one lane
   const int kv_head = head.index / a.heads_per_group;
   barrier_expect(p.keys_full(j), 2 * TILE);
   copy_4d(p.keys() + j * TILE, a.k, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
   copy_4d(p.keys() + (BLOCKS + j) * TILE, a.v, 0, kv_head, 64 * j, head.batch, p.keys_full(j));
 }
 
-RL_D void load_queries(const Arguments& a, const Place& p, Head head, int i) {  // one thread
+RL_D void load_queries(const Arguments& a, const Place& p, Head head, int i) {  // one lane
   barrier_expect(p.barrier(QUERIES_FULL + i), TILE);
   copy_4d(p.keys() + query_slot(i) * TILE, a.queries, 0, head.index, 64 * i, head.batch, p.barrier(QUERIES_FULL + i));
 }
@@ -209,18 +209,21 @@ struct Worker {
   }
 };
 
-// Starts the copies that the end of square (i, j) makes room for, once all warps are done with what they overwrite.
+// Starts the copies that the end of square (i, j) makes room for, once all warps are done with what they overwrite. A warp.
 RL_D void copy_after(const Arguments& a, const Place& p, const Head& head, const Head& next_head, int i, int j, u32 done,
                      u32 blocks) {
   const bool more = next_head.unit < a.heads_in_all, first = i == BLOCKS - 1;
   if (STAGED && j == i - 1) {
     barrier_wait(p.barrier(SQUARE_DONE), (done + BLOCKS - 1 - i) & 1);  // three in a head
-    if (i > 1) load_queries(a, p, head, i - 1);
-    if (i == 2) load_queries(a, p, head, 0);
-    if (i == 1 && more) load_queries(a, p, next_head, BLOCKS - 1);
+    if (elected()) {
+      if (i > 1) load_queries(a, p, head, i - 1);
+      if (i == 2) load_queries(a, p, head, 0);
+      if (i == 1 && more) load_queries(a, p, next_head, BLOCKS - 1);
+    }
   }
   if (j != i || !(first ? done > 0 : more) || (STAGED && i == 1)) return;
   barrier_wait(p.barrier(QUERY_DONE), (blocks - 1) & 1);
+  if (!elected()) return;
   if (STAGED && first) load_keys(a, p, head, 1);
   load_keys(a, p, first ? head : next_head, first ? 0 : STAGED && i == 0 ? 2 : i + 1);
 }
@@ -232,7 +235,7 @@ RL_D void run(const Arguments& a, const Place& p) {
   DropoutKeys site{};
   if (DROPOUT) site = dropout_site(a.seed_step[0], a.seed_step[1], a.site);
   Head head(a, first_unit), next_head = head;
-  if (p.warp == 0 && p.lane == 0)
+  if (p.warp == 0 && elected())
     for (int j = top; j >= 0; --j) load_keys(a, p, head, j);
   Worker w(a, p);
   w.raw.load(a, head, 64 * top + 16 * p.warp, p.lane);
@@ -256,7 +259,7 @@ RL_D void run(const Arguments& a, const Place& p) {
 #pragma unroll 1
       for (int j = i; j >= 0; --j) {
         w.square(i, j, top, done & 1, more);
-        if (p.lane == 0 && p.warp == i % 4) copy_after(a, p, head, next_head, i, j, done, blocks);
+        if (p.warp == i % 4) copy_after(a, p, head, next_head, i, j, done, blocks);
         sync_warp();
       }
       w.finish(head, i);
@@ -288,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS, 1)
   }
   wait_for_previous();
   let_next_start();
-  if (RELATIVE && threadIdx.x == 0) {
+  if (RELATIVE && p.group == 0 && p.warp == 0 && elected()) {
     barrier_expect(p.table_full(), BLOCKS * TILE);
     for (int w = 0; w < BLOCKS; ++w)
       copy_2d(p.smem + WINDOWS_AT + w * TILE, &table, 0, table_rows - 64 * (w + 1), p.table_full());

@@ -36,7 +36,7 @@ struct Visits {
   u32 copies = 0, count = 0;
   RL_D void start(const Arguments& a, const Place& p, int unit, int i) {
     const Head head(a, unit);
-    if (p.lane == 0) {
+    if (elected()) {
       const u32 barrier = p.barrier(O_FULL + p.warp);
       barrier_expect(barrier, TILE / 4);
       copy_4d(p.smem + O_AT + p.warp * (TILE / 4), a.o, 0, head.index, 64 * i + 16 * p.warp, head.batch, barrier);
@@ -187,7 +187,7 @@ RL_D void store_table_part(const Arguments& a, const Place& p) {
       store_global_8(to - 8 * D, as_bits(from_bits(sum.z) * a.gradient_scale), as_bits(from_bits(sum.w) * a.gradient_scale));
     }
 }
-// Starts the copies that square n's end makes room for, once nobody reads what they overwrite. One thread.
+// Starts the copies that square n's end makes room for, once nobody reads what they overwrite. A warp.
 RL_D void copy_after(const Arguments& a, const Place& p, const Head& this_head, const Head& next, int n, u32 squares, u32 windows) {
   const Copies copies = copies_after(n);
   const Head head = copies.next_head ? next : this_head;
@@ -195,6 +195,7 @@ RL_D void copy_after(const Arguments& a, const Place& p, const Head& this_head, 
   const Stage stage(squares);  // all are done with P and dS, so `keys` with its tiles, and `queries` with the last window
   barrier_wait(p.barrier(STAGE_EMPTY + stage.index), stage.phase);
   if (windows > 0) barrier_wait(p.barrier(G_EMPTY + (windows - 1 & 1)), windows - 1 >> 1 & 1);
+  if (!elected()) return;
   if (copies.keys >= 0) load_keys(a, p, head, copies.keys);
   if (copies.queries >= 0) load_queries(a, p, head, copies.queries);
 }
@@ -233,14 +234,14 @@ RL_D void run_queries(const Arguments& a, const Place& p) {
       wgmma_commit();
       if (!DRAWN_BY_KEYS) keeper.draw_after(a, p, head.unit, n, squares);
       // A square late, when nobody is still busy with it; where blocks are many there is time until the tiles are needed.
-      if (BLOCKS > 2 && squares > 0 && p.warp == 0 && p.lane == 0)
+      if (BLOCKS > 2 && squares > 0 && p.warp == 0)
         copy_after(a, p, n > 0 ? head : before, n > 0 ? next : head, n > 0 ? n - 1 : SQUARES - 1, squares - 1, windows);
       wgmma_wait<0>();
       wgmma_touch(dq);
       arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
       if (RELATIVE && q.i != q.j) add_window_gradient(dq, p, q.i, q.i - q.j - 1, windows++);
       if (RELATIVE && q.last) add_window_gradient(dq, p, q.i, q.i - q.j, windows++);
-      if (BLOCKS <= 2 && p.warp == 0 && p.lane == 0) copy_after(a, p, head, next, n, squares, windows);
+      if (BLOCKS <= 2 && p.warp == 0) copy_after(a, p, head, next, n, squares, windows);
       sync_warp();
       if (q.last && q.j > 0) {
 #pragma unroll

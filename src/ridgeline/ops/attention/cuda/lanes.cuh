@@ -25,7 +25,7 @@ RL_D u32 permute(u32 a, u32 b) {
 RL_D u32 permute(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
 RL_D float log2_fast(float x) {
   float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 RL_D float reciprocal_fast(float x) {

@@ -59,9 +59,10 @@ struct Place {
   RL_D void wait_own_empty(int group, int round) const {
     if (round >= 2) barrier_wait(own_empty(group, round), ((round >> 1) - 1) & 1);
   }
-  RL_D void release(u32 tile) const {  // by one lane of each warp, once all of its products with the tile are done
+  // By one lane of each warp, once all of its products with the tile are done; by more, each for a warpgroup that has none.
+  RL_D void release(u32 tile, int lanes = 1) const {
     sync_warp();
-    if (lane == 0) barrier_arrive(empty(tile));
+    if (lane < lanes) barrier_arrive(empty(tile));
   }
   RL_D void release_own(int round) const {
     sync_warp();

@@ -201,7 +201,7 @@ struct Rows {
 // starts those of one tensor.
 RL_D void copy_tile(const Arguments& a, const Here& p, const Position& at, u32 tile) {
   if (p.warp >= 2 && at.begins()) p.wait_own_empty(at.spans);
-  if (p.lane != 0) return;
+  if (!elected()) return;
   if (p.warp < 2) {
     const u32 barrier = p.full(tile);
     if (p.warp == 0) barrier_expect(barrier, PAIR);
@@ -239,7 +239,7 @@ RL_D void prepare(const Arguments& a, const Here& p) {
   Position copied(a);
   Position known = copied, stored = copied;  // known: its statistics; stored: its share of dQ
   int copies = 1, statistics = 0, begun = 0;  // begun: the first tile of the span copied last
-  if (p.lane == 0) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
+  if (elected()) prefetch_map(p.warp == 0 ? a.q : p.warp == 1 ? a.d_o : p.warp == 2 ? a.k : a.v);
   wait_for_previous_knowing(copied.unit.all());
   copy_tile(a, p, copied, 0);
   copied.next(a);
@@ -290,18 +290,20 @@ RL_D void prepare(const Arguments& a, const Here& p) {
 // its way into registers. square, keys: the first ones; square with what belongs to the lane.
 RL_D void multiply_span(float (&dq)[D / 2], u32 square, u32 keys, int seen, bool fresh) {
 #pragma unroll 1
-  for (int n = 0; n < 2 * seen; ++n) {
-    u32 ds[2][4];
+  for (int n = 0; n < seen; ++n, square += SQUARE, keys += units(PAIR))
 #pragma unroll
-    for (int b = 0; b < 2; ++b) load_matrices_transposed(ds[b], square + 16 * 128 * b);
-    wgmma_fence();
+    for (int half = 0; half < 2; ++half) {
+      u32 ds[2][4];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) wgmma_registers<D, 1>(dq, ds[b], operand<ROW>(keys + ROW * b), b > 0 || n > 0 || !fresh);
-    wgmma_commit();
-    wgmma_wait<0>();
-    wgmma_touch(dq);
-    square += SQUARE / 2, keys += n & 1 ? units(PAIR) - 2 * ROW : 2 * ROW;
-  }
+      for (int b = 0; b < 2; ++b) load_matrices_transposed(ds[b], square + 16 * 128 * (2 * half + b));
+      wgmma_fence();
+#pragma unroll
+      for (int b = 0; b < 2; ++b)
+        wgmma_registers<D, 1>(dq, ds[b], operand<ROW>(keys + ROW * (2 * half + b)), half + b > 0 || n > 0 || !fresh);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_touch(dq);
+    }
 }
 // dQ.
 RL_D void run_queries(const Arguments& a, const Here& p) {

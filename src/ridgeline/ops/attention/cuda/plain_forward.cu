@@ -43,21 +43,68 @@ RL_D void exponentiate(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float
   x.sum[0] += sum[0], x.sum[1] += sum[1];
 }
 
+// A query block's first square, the one on the diagonal, of whose columns the rows of warp WARP see 16 (WARP + 1) at most. A
+// row's reference is its score of its own key, which is there in one lane of four.
+template <int WARP>
+RL_D void exponentiate_seen(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float scale, int lane) {
+  const int row = lane >> 2, column = 2 * (lane & 3);  // of the two tiles of 8 × 8 that the diagonal goes through
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int at = 4 * (2 * WARP + h) + 2 * h;
+    const u32 own = shuffle(as_bits(lane & 4 ? s[at + 1] : s[at]), (lane & 28) | lane >> 3);
+    x.reference[h] = from_bits(own) * scale, x.sum[h] = 0.f;
+  }
+  float nothing;  // for ptxas no constant: it would be there too early, while a product reads what was there before
+#pragma unroll
+  for (int n = 0; n < 8; ++n)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = 4 * n + 2 * h;
+      if (n > 2 * WARP + h) {
+        pairs[at / 2] = as_bits(nothing);
+        continue;
+      }
+      float p = exp2_fast(fmaf(s[at], scale, -x.reference[h])), q = exp2_fast(fmaf(s[at + 1], scale, -x.reference[h]));
+      if (at == 0) nothing = fminf(p, 0.f);
+      if (n == 2 * WARP + h) p = column <= row ? p : 0.f, q = column < row ? q : 0.f;
+      x.sum[h] += p + q;
+      pairs[at / 2] = pack_pair(p, q);
+    }
+}
+// Whether those references suit; if not, all is to be done again with the largest scores instead.
+RL_D bool exponentiate_diagonal(u32 (&pairs)[16], float (&s)[32], Softmax& x, float scale, const Here& p) {
+  if (p.warp < 2) {  // no switch: its jump would hide from ptxas that warps are whole
+    if (p.warp < 1)
+      exponentiate_seen<0>(pairs, s, x, scale, p.lane);
+    else
+      exponentiate_seen<1>(pairs, s, x, scale, p.lane);
+  } else {
+    if (p.warp < 3)
+      exponentiate_seen<2>(pairs, s, x, scale, p.lane);
+    else
+      exponentiate_seen<3>(pairs, s, x, scale, p.lane);
+  }
+  if (!any_in_warp(x.sum[0] > LIMIT || x.sum[1] > LIMIT)) return true;
+  mask_future(s, 0, p.warp, p.lane);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) x.reference[h] = largest(s, h) * scale, x.sum[h] = 0.f;
+  return false;
+}
+
 // The end of a query block: log-sum-exp and output.
 RL_D void finish(const Arguments& a, const Here& p, const Unit& unit, int i, Softmax& x, const float (&o)[D / 2]) {
   float share[2];
+  const int seen = a.T - 64 * i - 16 * p.warp;  // rows of the warp that there are
+  float* lse = a.lse + (static_cast<i64>(unit.head) * a.T + 64 * i) + (16 * p.warp + (p.lane >> 2));
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     x.sum[h] += shuffle_xor(x.sum[h], 1);
     x.sum[h] += shuffle_xor(x.sum[h], 2);
     share[h] = reciprocal_fast(x.sum[h]);
-    const int at = 64 * i + 16 * p.warp + (p.lane >> 2) + 8 * h;
-    if ((p.lane & 3) == 0 && at < a.T)
-      a.lse[static_cast<i64>(unit.head) * a.T + at] = (x.reference[h] + log2_fast(x.sum[h])) * LN_2;
+    if ((p.lane & 3) == 0 && (p.lane >> 2) + 8 * h < seen) lse[8 * h] = (x.reference[h] + log2_fast(x.sum[h])) * LN_2;
   }
-  const int at = 64 * i + 16 * p.warp;
-  store_rows(a.o + (static_cast<i64>(unit.batch) * a.T + at) * a.o_pitch + unit.index * D, a.o_pitch, o, share[0], share[1],
-             a.T - at, p.lane);
+  u16* out = a.o + ((static_cast<i64>(unit.batch) * a.T + 64 * i) * a.o_pitch + unit.index * D);
+  store_rows(out + 16 * p.warp * a.o_pitch, a.o_pitch, o, share[0], share[1], seen, p.lane);
 }
 
 RL_D void run(const Arguments& a, const Here& p) {
@@ -70,12 +117,13 @@ RL_D void run(const Arguments& a, const Here& p) {
     const Unit unit(a, unit_in(round));
     const int i = unit.block(p.group, round);
     const u32 queries = operand_at(p.own(p.group, round));
-    Softmax x{{NOTHING, NOTHING}, {0.f, 0.f}};
+    Softmax x;
+    int speaking = 1;  // lanes that give back the last tile: whose keys these are speaks for those who do not see them
     p.wait_own(round);
 #pragma unroll 1
     for (int j = unit.top; j >= 0; --j, ++tile) {
-      p.wait_full(tile);
       if (j <= i && i < a.blocks) {
+        p.wait_full(tile);
         const u32 keys = operand_at(p.pair(tile));
         wgmma_fence();
         multiply_tiles(s, queries, keys, true);
@@ -83,17 +131,14 @@ RL_D void run(const Arguments& a, const Here& p) {
         wgmma_wait<0>();
         wgmma_touch(s);
         wgmma_touch(o);
-        if (j < i) p.release(tile - 1);
-        if (j == i) {
-          mask_future(s, 0, p.warp, p.lane);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) x.reference[h] = largest(s, h) * scale;
-        }
-        exponentiate(pairs, s, x, o, scale);
+        if (j < i) p.release(tile - 1, speaking);
+        speaking = j < i ? 1 : 1 + unit.before(i);
+        if (j < i || !exponentiate_diagonal(pairs, s, x, scale, p)) exponentiate(pairs, s, x, o, scale);
         wgmma_fence();
         multiply_pairs(o, pairs, keys + units(TILE), j == i);
         wgmma_commit();
-      } else {
+      } else if (i >= a.blocks) {
+        p.wait_full(tile);
         p.release(tile);
       }
     }
@@ -101,7 +146,7 @@ RL_D void run(const Arguments& a, const Here& p) {
     wgmma_touch(o);
     p.release_own(round);
     if (i < a.blocks) {
-      p.release(tile - 1);
+      p.release(tile - 1, speaking);
       finish(a, p, unit, i, x, o);
     }
   }

@@ -29,8 +29,8 @@ struct Unit {
   RL_D int block(int warpgroup, int round) const { return first + (warpgroup + round) % GROUPS; }
 };
 
-// Starts the copies of all units: keys with their values for the warpgroups, and queries with all that belongs to them. A
-// thread.
+// Starts the copies of all units: keys with their values for the warpgroups, and queries with all that belongs to them. By a
+// warp, one of whose lanes, elected, starts them.
 RL_D void copy_all(const Arguments& a, const Here& p) {
   u32 tile = 0;
 #pragma unroll 1
@@ -39,6 +39,7 @@ RL_D void copy_all(const Arguments& a, const Here& p) {
 #pragma unroll 1
     for (int group = 0; group < GROUPS; ++group) {
       p.wait_own_empty(group, round);
+      if (!elected()) continue;
       const u32 to = p.own(group, round), barrier = p.own_full(group, round);
       const int row = 64 * unit.block(group, round);
       barrier_expect(barrier, 2 * TILE);
@@ -50,6 +51,7 @@ RL_D void copy_all(const Arguments& a, const Here& p) {
 #pragma unroll 1
       for (int i = unit.first; i < a.blocks; ++i, ++tile) {
         p.wait_empty(tile);
+        if (!elected()) continue;
         const u32 to = p.pair(tile), barrier = p.full(tile);
         barrier_expect(barrier, PAIR + Here::STATS_BYTES);
         copy_4d(to, a.q, 0, head, 64 * i, unit.batch, barrier);
@@ -144,6 +146,6 @@ extern "C" __global__ void __launch_bounds__(rl::THREADS, BLOCKS_PER_PROCESSOR)
   share_registers(p.copies());
   if (!p.copies())
     run(a, p);
-  else if (p.warp == 0 && p.lane == 0)
+  else if (p.warp == 0)
     copy_all(a, p);
 }

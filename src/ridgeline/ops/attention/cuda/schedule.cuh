@@ -190,7 +190,7 @@ RL_D void arrive_for_warp(u32 barrier, int lane) {
   if (lane == 0) barrier_arrive(barrier);
 }
 
-// Copies, one thread
+// Copies, one lane
 RL_D void load_queries(const Arguments& a, const Place& p, Head head, int i) {
   const u32 barrier = p.barrier(QUERIES_FULL + i), to = p.queries(i);
   barrier_expect(barrier, PAIR);

@@ -141,6 +141,7 @@ struct WayBack {  // from dS to the gradients of windows
 #pragma unroll
       for (int x = 0; x < 4; ++x) pairs[4 * b + x] = m[x];
     }
+    fence_async();  // an arrival may overtake the reads: all is read before others write there
     arrive_for_warp(p.barrier(STAGE_EMPTY + stage.index), p.lane);
     if (q.first) keys.clear(), first = 0;
     take_keys(keys, first, pairs);

@@ -172,6 +172,8 @@ RL_D void wgmma_touch(u32 (&a)[ROWS][COUNT]) {
 #define RL_REGISTERS_28 RL_REGISTERS_24 ", %24, %25, %26, %27"
 #define RL_REGISTERS_32 RL_REGISTERS_16 ", " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define RL_REGISTERS_36 RL_REGISTERS_32 ", %32, %33, %34, %35"
+#define RL_REGISTERS_40 RL_REGISTERS_36 ", %36, %37, %38, %39"
 #define RL_REGISTERS_64 RL_REGISTERS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -188,6 +190,8 @@ RL_D void wgmma_touch(u32 (&a)[ROWS][COUNT]) {
 #define RL_OUT_24(d, i) RL_OUT_16(d, i), RL_OUT_8(d, i + 16)
 #define RL_OUT_28(d, i) RL_OUT_24(d, i), RL_OUT_4(d, i + 24)
 #define RL_OUT_32(d, i) RL_OUT_16(d, i), RL_OUT_16(d, i + 16)
+#define RL_OUT_36(d, i) RL_OUT_32(d, i), RL_OUT_4(d, i + 32)
+#define RL_OUT_40(d, i) RL_OUT_32(d, i), RL_OUT_8(d, i + 32)
 #define RL_OUT_64(d, i) RL_OUT_32(d, i), RL_OUT_32(d, i + 32)
 #define RL_OUT_128(d, i) RL_OUT_64(d, i), RL_OUT_64(d, i + 64)
 
@@ -236,6 +240,8 @@ RL_WGMMA(56, 28, 28, 29, 30, 31, 32)
 RL_WGMMA_REGISTERS(56, 28, 28, 29, 30, 31, 32, 33, 34)
 RL_WGMMA(64, 32, 32, 33, 34, 35, 36)
 RL_WGMMA_REGISTERS(64, 32, 32, 33, 34, 35, 36, 37, 38)
+RL_WGMMA(72, 36, 36, 37, 38, 39, 40)
+RL_WGMMA(80, 40, 40, 41, 42, 43, 44)
 RL_WGMMA(128, 64, 64, 65, 66, 67, 68)
 RL_WGMMA_REGISTERS(128, 64, 64, 65, 66, 67, 68, 69, 70)
 RL_WGMMA(256, 128, 128, 129, 130, 131, 132)
