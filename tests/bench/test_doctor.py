@@ -223,9 +223,9 @@ def test_doctor_on_a_machine_without_a_card() -> None:
     console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(render_doctor(result))
     text = console.export_text()
-    assert "cuda, cuda-plain, cuda-fp32, triton, triton-two-sweep: the fused model needs a CUDA card" in " ".join(
-        text.split()
-    )
+    assert "cuda, cuda-plain, cuda-fp32, triton, triton-two-sweep (1)" in " ".join(text.split())
+    assert text.count("the fused model needs a CUDA card") == 1  # though it is the reason of every op
+    assert "(1) the fused model needs a CUDA card, got device cpu" in text
     assert "1 KV heads not expanded" in text
     assert "none that PyTorch can use" in text
 

@@ -50,6 +50,10 @@ def under_inference() -> nn.Module:
         (lambda: LossScale(growth=0.5), "grows by 1 or more and falls by less, got 0.5 and 0.5"),
         (lambda: LossScale(backoff=1.0), "grows by 1 or more and falls by less, got 2.0 and 1.0"),
         (lambda: LossScale(interval=0), "at least one step, got 0"),
+        (
+            lambda: strange_step(accumulate=2, weight=lambda part: torch.tensor(-1.0))(language_batch()),
+            "a mean of, got -1",
+        ),
         (lambda: OptimizerConfig(lr="fast"), r"optimizer\.lr must be .*, got 'fast'"),
         (lambda: OptimizerConfig(warmup=1.5), r"optimizer\.warmup must be .*, got 1.5"),
         (lambda: OptimizerConfig(betas=0.9), r"optimizer\.betas must be .*, got 0.9"),
@@ -146,3 +150,10 @@ def test_a_strangers_own_loss_takes_any_batch():
         step(torch.ones(4, 4))
         step.check()
         assert not step.metrics()[0].skipped
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, iter])
+def test_names_of_matrices_may_come_in_any_way(kind):
+    names, muon = kind(["attn.weight", "proj.weight"]), OptimizerConfig(algorithm="muon")
+    step = TrainStep(stranger(), stranger_loss, muon, orthogonal=names, precision="fp32")
+    assert {slot.name for slot in step.flat.slots if slot.offset < step.flat.start} == {"attn.weight", "proj.weight"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
+from torch import nn
 
 from engine.helpers import LANGUAGE, Stranger, language_batch, stranger_loss
 from ridgeline.engine import TrainStep, choose_lanes
@@ -40,3 +42,13 @@ def test_lanes_that_find_no_memory_are_left_out():
     assert choose_lanes(make, language_batch(batch=4)).keys() == {1}
     with pytest.raises(OutOfMemoryError):
         choose_lanes(make, language_batch(batch=4), (2,))
+
+
+def test_lanes_that_a_model_cannot_be_trained_in_are_left_out():
+    def make(lanes):
+        return TrainStep(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), mean, precision="fp32", lanes=lanes)
+
+    def mean(model, x):
+        return model(x).square().mean()
+
+    assert choose_lanes(make, torch.randn(4, 3)).keys() == {1}

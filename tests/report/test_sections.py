@@ -105,7 +105,15 @@ def test_ratios_are_explained_where_there_are_some():
     alone = replace(whole, contenders=whole.contenders[:1])
     first, second = (next(bench_sections(record, 0)) for record in (whole, alone))
     assert any("× PyTorch is the ratio" in note for note in first.notes)
-    assert not second.notes
+    assert not any("× PyTorch" in note for note in second.notes)
+
+
+def test_floors_are_explained_where_there_are_some():
+    whole = samples.smaller()
+    bare = replace(whole, contenders=[replace(c, floor_share=None) for c in whole.contenders])
+    first, second = (next(bench_sections(record, 0)) for record in (whole, bare))
+    assert any("floor is the least time" in note for note in first.notes)
+    assert not any("floor" in note for note in second.notes)
 
 
 def test_columns_without_a_number_are_left_out():

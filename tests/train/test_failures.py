@@ -1,5 +1,6 @@
 """What a run does where the disk is full, memory is short or a checkpoint is damaged."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -77,6 +78,15 @@ def test_too_little_memory_is_one_sentence_and_leaves_no_folder(config, monkeypa
     monkeypatch.setattr(Batches, "next", refusing)
     with pytest.raises(RidgelineError, match="not enough memory; lower --batch or raise --accumulation"):
         train(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_no_machine_holds_says_what_it_takes(config, change, tmp_path):
+    decoder = dataclasses.replace(config.model.decoder, width=2**22, heads=2)
+    large = change(config, model=dataclasses.replace(config.model, decoder=decoder))
+    told = r"not enough memory; the model's 211 T parameters take 3145\d\d\d\.\d GiB with .*; take a smaller model"
+    with pytest.raises(RidgelineError, match=told):
+        train(large)
     assert not (tmp_path / "run").exists()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ridgeline.engine import TrainStep
-from ridgeline.errors import CheckpointError, DivergedError, UnsupportedError
+from ridgeline.errors import CheckpointError, DivergedError, OutOfMemoryError, UnsupportedError
 from ridgeline.models import DecoderConfig, Head, LanguageConfig, PolicyConfig, build
 from ridgeline.models.language import IGNORE
 from ridgeline.optim import OptimizerConfig
@@ -181,6 +181,20 @@ def test_on_the_cpu_a_step_that_is_not_finite_changes_nothing_and_names_what_is_
     assert torch.equal(torch.get_rng_state(), chance)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert step.metrics(1)[0].skipped
+
+
+def test_a_batch_that_finds_no_memory_says_what_needs_how_much(monkeypatch):
+    step = torch_step(language_model())
+    step(batch(0))
+    before = {name: tensor.clone() for name, tensor in step.model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "_loss", lambda part: torch.zeros(10**14).sum())
+        told = r"out of memory on a batch of \(4, 8\) int64, .* step keeps weights 0\.00, gradients .*lower the batch"
+        with pytest.raises(OutOfMemoryError, match=told):
+            step(batch(1))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in step.model.state_dict().items())
+    step(batch(1))
+    assert len(step.metrics()) == 2
 
 
 def test_after_a_step_that_is_not_finite_nothing_more_is_learned_before_it_is_told():

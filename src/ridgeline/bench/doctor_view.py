@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from rich import box
@@ -30,21 +31,32 @@ def _circumstances(result: DoctorResult) -> list[str]:
     return [*lines, f"          {known}; {measured}"]
 
 
-def _by_reason(others: Mapping[str, str]) -> str:
-    """What cannot be used, a line a reason, those with the same one together."""
+def _by_reason(others: Mapping[str, str], numbers: Mapping[str, int]) -> str:
+    """What cannot be used, those with the same reason together: a line each, but numbered ones, all in the first."""
     named: dict[str, list[str]] = {}
     for name, reason in others.items():
         named.setdefault(reason, []).append(name)
-    return "\n".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+    short = [f"{', '.join(names)} ({numbers[reason]})" for reason, names in named.items() if reason in numbers]
+    lines = [f"{', '.join(names)}: {reason}" for reason, names in named.items() if reason not in numbers]
+    return "\n".join([*(["; ".join(short)] if short else []), *lines])
+
+
+def _often(result: DoctorResult) -> dict[str, int]:
+    """The reasons that are told of several ops, numbered: told once."""
+    rows = Counter(reason for choice in result.ops for reason in set(choice.others.values()))
+    reasons = dict.fromkeys(reason for choice in result.ops for reason in choice.others.values())
+    return {reason: number for number, reason in enumerate((r for r in reasons if rows[r] > 1), 1)}
 
 
 def _ops(result: DoctorResult) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left")
+    numbers = _often(result)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title_justify="left", caption_justify="left")
     table.title = f"ops of {result.preset} in {result.precision}"
+    table.caption = "".join(f"({number}) {reason}\n" for reason, number in numbers.items())
     for header in ("op", "uses", "and not"):
         table.add_column(header, overflow="fold")
     for choice in result.ops:
-        table.add_row(choice.op, choice.uses, _by_reason(choice.others))
+        table.add_row(choice.op, choice.uses, _by_reason(choice.others, numbers))
     return table
 
 
@@ -54,7 +66,7 @@ def _sdpa(result: DoctorResult) -> Table:
         table.add_column(header, overflow="fold")
     for answer in result.sdpa:
         held = f"{answer.score_bytes / MIB:.2f} MiB a window and layer" if answer.score_bytes else "no"
-        table.add_row(answer.call, answer.backend, held, _by_reason(answer.others))
+        table.add_row(answer.call, answer.backend, held, _by_reason(answer.others, {}))
     return table
 
 

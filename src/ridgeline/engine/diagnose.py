@@ -14,7 +14,7 @@ from ridgeline.engine.feed import Feed
 from ridgeline.engine.passes import Passes
 from ridgeline.models.plan import fused_plan
 
-NOTHING = "none; the batch of the bad steps was another one"
+NOTHING = "none in this process' last batch"
 
 
 def _watch(found: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -12,7 +12,7 @@ import torch
 
 from ridgeline.engine.feed import tensors_of
 from ridgeline.engine.step import TrainStep
-from ridgeline.errors import OutOfMemoryError
+from ridgeline.errors import OutOfMemoryError, UnsupportedError
 
 STEPS = 10  # timed steps of a candidate, after as many that are not
 
@@ -40,7 +40,7 @@ def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Seque
         make: make(lanes) → a step with that many lanes.
         batch: a batch of the run's shape.
         candidates: numbers to try; those that do not divide the batch are left out, and so are those after the first
-            for which the card has too little memory.
+            for which the card has too little memory, or which a model cannot be trained with that writes to buffers.
     """
     found: dict[int, float] = {}
     leaves, _ = tensors_of(batch)
@@ -49,7 +49,7 @@ def choose_lanes(make: Callable[[int], TrainStep], batch: Any, candidates: Seque
         try:
             if len(leaves[0]) % step.cut.pieces == 0:
                 found[lanes] = _milliseconds(step, batch)
-        except OutOfMemoryError:
+        except (OutOfMemoryError, UnsupportedError):
             if not found:
                 raise
         del step

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ridgeline.engine.feed import Feed
 from ridgeline.engine.flat import FlatParameters
@@ -42,12 +43,17 @@ def _needs(keeps: Mapping[str, int], device: torch.device) -> str:
     )
 
 
+def described(leaves: Sequence[Tensor]) -> str:
+    """Shapes and dtypes of a batch's tensors, in words."""
+    return ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
+
+
 @contextlib.contextmanager
-def enough(shapes: str, device: torch.device, keeps: Callable[[], Mapping[str, int]]) -> Iterator[None]:
+def enough(leaves: Sequence[Tensor], device: torch.device, keeps: Callable[[], Mapping[str, int]]) -> Iterator[None]:
     """Around what a batch needs memory for.
 
     Args:
-        shapes: of the batch.
+        leaves: tensors of the batch.
         device: where the step runs.
         keeps: gives the bytes that it holds anyway, by what they are for.
 
@@ -61,8 +67,8 @@ def enough(shapes: str, device: torch.device, keeps: Callable[[], Mapping[str, i
             raise
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         message = (
-            f"out of memory on a batch of {shapes}: {_needs(keeps(), device)} ({said}); lower the batch or raise "
-            "accumulate"
+            f"out of memory on a batch of {described(leaves)}: {_needs(keeps(), device)} ({said}); lower the batch or "
+            "raise accumulate"
         )
         traceback.clear_frames(error.__traceback__)  # which hold the pass's activations
         if device.type == "cuda":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from ridgeline.ops.optimizer.muon import MuonState, muon_after, muon_before
 from ridgeline.optim import OptimizerConfig, hidden_matrices, orthogonalise
 
 
-def muon_names(model: nn.Module, config: OptimizerConfig, names: Collection[str] | None) -> Collection[str]:
+def muon_names(model: nn.Module, config: OptimizerConfig, names: Iterable[str] | None) -> frozenset[str]:
     """The names of the matrices that Muon trains: those given, or the hidden ones of the model.
 
     Raises:
@@ -21,11 +21,10 @@ def muon_names(model: nn.Module, config: OptimizerConfig, names: Collection[str]
     """
     if isinstance(names, str):
         raise ConfigError(f"orthogonal is a list of names, got the one name {names!r}")
-    if config.algorithm == "adamw":
-        if names:
-            raise ConfigError("orthogonal names matrices for Muon, but the optimizer's algorithm is adamw; choose muon")
-        return ()
-    return hidden_matrices(model) if names is None else names
+    given = frozenset(names or ())
+    if config.algorithm == "adamw" and given:
+        raise ConfigError("orthogonal names matrices for Muon, but the optimizer's algorithm is adamw; choose muon")
+    return hidden_matrices(model) if names is None and config.algorithm == "muon" else given
 
 
 class MuonUpdate:

@@ -163,10 +163,10 @@ class Passes:
                 )
             if watch is not None:
                 watch.over(loss)
-            target = self._weighted(loss.float(), piece, part, lane)
+            target = self._weighted(loss.float(), piece, part, lane, first=watch is not None)
             return target * self.loss_scale.view(()) if self.precision.scaled else target
 
-    def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int) -> Tensor:
+    def _weighted(self, loss: Tensor, piece: Any, part: int, lane: int, *, first: bool) -> Tensor:
         """The loss times its share of the whole batch; adds both to the lane's slots, unless it is all of it."""
         gradients = self.flat.lanes[lane]
         share: Tensor | float = 1.0 / (self.cut.pieces * self.cut.world)
@@ -174,7 +174,10 @@ class Passes:
             self.whole = loss.detach().view(1)
             return loss
         if self.cut.weight is not None:
-            share = scalar(self.cut.weight(piece), "weight must return a scalar tensor").float() * share
+            own = scalar(self.cut.weight(piece), "weight must return a scalar tensor").detach().float()
+            if first and bool(own < 0):
+                raise ConfigError(f"weight must return what share of all a loss is a mean of, got {own.item():g}")
+            share = own * share
         target = loss * share if isinstance(share, Tensor) or share != 1.0 else loss
         with torch.no_grad():
             noted = target.detach().view(1)

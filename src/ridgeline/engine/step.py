@@ -11,7 +11,7 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from ridgeline.engine.diagnose import first_bad
 from ridgeline.engine.distributed import Replicas
 from ridgeline.engine.feed import DrawnFeed, Feed, Signature, Source, signature, tensors_of
 from ridgeline.engine.flat import FlatParameters
-from ridgeline.engine.memory import enough, kept
+from ridgeline.engine.memory import described, enough, kept
 from ridgeline.engine.muon import muon_names
 from ridgeline.engine.passes import Cut, Passes, targets_that_count
 from ridgeline.engine.phases import END, Marks, measure, no_mark
@@ -100,7 +100,7 @@ class TrainStep:
         capture: bool | Capture | None = None,
         compile: str | None = None,
         decays: Decays = matrices_decay,
-        orthogonal: Collection[str] | None = None,
+        orthogonal: Iterable[str] | None = None,
         seed: int = 0,
         replicas: Replicas | None = None,
         scale: LossScale | None = None,
@@ -200,7 +200,7 @@ class TrainStep:
 
     def _prepare(self, leaves: list[Tensor], spec: Any, source: Source | None, *, expected: bool) -> _Prepared:
         """Static buffers and program for a new batch shape; a loop that did not expect a further one is told."""
-        shapes = ", ".join(f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves)
+        shapes = described(leaves)
         if len(leaves[0]) % self.cut.pieces:
             raise ConfigError(
                 f"accumulate={self.cut.accumulate} times lanes={self.cut.lanes} does not divide a batch of "
@@ -212,8 +212,8 @@ class TrainStep:
             log.warning("batch of a new shape (%s): preparing step program %d", shapes, len(self._shapes) + 1)
         self.flat.refresh(captured=self.captures)
         try:
-            with self._enough(shapes):
-                return self._make(leaves, spec, source, shapes)
+            with self._enough(leaves):
+                return self._make(leaves, spec, source)
         except RidgelineError:
             raise
         except Exception as error:
@@ -221,7 +221,7 @@ class TrainStep:
                 raise
             raise UnsupportedError(f"no step can be taken on a batch of {shapes}: {reason(error)}") from error
 
-    def _make(self, leaves: list[Tensor], spec: Any, source: Source | None, shapes: str) -> _Prepared:
+    def _make(self, leaves: list[Tensor], spec: Any, source: Source | None) -> _Prepared:
         if source is not None:
             feed: Feed = DrawnFeed(source, self.device)
         else:
@@ -233,7 +233,7 @@ class TrainStep:
 
             def run() -> None:
                 self.flat.refresh()
-                with self._enough(shapes):
+                with self._enough(feed.static):
                     program()
 
             return _Prepared(feed, reduction, run)
@@ -256,8 +256,8 @@ class TrainStep:
     def _kept(self) -> dict[str, int]:
         return kept(self.flat, self.update, [prepared.feed for prepared in self._shapes.values()])
 
-    def _enough(self, shapes: str) -> contextlib.AbstractContextManager[None]:
-        return enough(shapes, self.device, self._kept)
+    def _enough(self, leaves: list[Tensor]) -> contextlib.AbstractContextManager[None]:
+        return enough(leaves, self.device, self._kept)
 
     @contextlib.contextmanager
     def _high_water(self) -> Iterator[None]:

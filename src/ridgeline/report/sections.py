@@ -21,6 +21,10 @@ SWALLOWED = (
     "× PyTorch is the ratio to the fastest PyTorch contender of the same group; ≈ means that the difference is less "
     "than the spread of the step times: no ratio can be given."
 )
+FLOOR = (
+    "MFU is what the model needs of the card's dense peak; floor is the least time of its ops, by the arithmetic "
+    "and bytes of one after another, as a share of the measured time, by the accounting of the record's own revision."
+)
 
 SEPARATOR = " · "
 MERGED = {
@@ -144,9 +148,10 @@ def contender_table(record: Record) -> Table:
     return Table(headers=headers, rows=rows).without_empty()
 
 
-def swallowed(table: Table) -> list[str]:
-    """The note of a table that has ratios."""
-    return [SWALLOWED] if "× PyTorch" in table.headers else []
+def explained(table: Table) -> list[str]:
+    """The notes of a table that has ratios, and of one that has floors."""
+    told = {"× PyTorch": SWALLOWED, "floor": FLOOR}
+    return [note for header, note in told.items() if header in table.headers]
 
 
 def _rate(result: ContenderResult) -> Cell:
@@ -183,7 +188,7 @@ def _speed(record: Record, index: int) -> Section:
     steps = [Gain(label=f"{a} → {b}", ours=shown(gain(record, b, a)), article=articles.gain(a, b))
              for a, b in articles.LADDER_STEPS if {a, b} <= set(rungs_of(record))]  # fmt: skip
     table = contender_table(record)
-    notes = swallowed(table)
+    notes = explained(table)
     chart = bars(_bars(record), "million tokens/s")
     lead = "Whole training steps, contenders taking turns; a whisker is as long as their middle 80 %."
     if steps:

@@ -12,7 +12,7 @@ from ridgeline.hardware import CARDS, DeviceSpec, by_driver_name
 from ridgeline.records import Record
 from ridgeline.report.draw import Dot, Line, lines, lines_beneath, roofline
 from ridgeline.report.names import told_apart
-from ridgeline.report.sections import Section, contender_table, slug, swallowed, workload_name
+from ridgeline.report.sections import Section, contender_table, explained, slug, workload_name
 from ridgeline.report.table import Table, anything, number, words
 
 CURVES = {
@@ -234,6 +234,6 @@ def plain_section(record: Record, index: int) -> Section:
         lead=f"What the {record.kind} record holds.",
         chart=None,
         table=table,
-        notes=swallowed(table),
+        notes=explained(table),
         source=index,
     )

@@ -181,8 +181,9 @@ class _Run:
         validation = Validation(data, config.window, batch=part, windows=windows, rank=rank, world=world)
         self.config, self._lanes = settle_lanes(config, self.course.last, world)
         torch.manual_seed(config.seed + rank)  # masks that do not come from the step's own counter
-        self.model = build_model(self.config)
-        self.step = make_step(self.model, self.config, world=world)
+        with enough_memory(words.large_model(config)):
+            self.model = build_model(self.config)
+            self.step = make_step(self.model, self.config, world=world)
         self.evaluation = Evaluation(self.step, validation, self.device, replicas)
         self.progress = Progress()
         self._best: Content | None = None  # of the lowest validation, until it is written

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ridgeline.engine import StepMetrics, find_precision
 from ridgeline.engine.diagnose import NOTHING, bad_gradient, watched
+from ridgeline.engine.memory import enough
 from ridgeline.engine.phases import END, Mark, Marks, measure, no_mark
 from ridgeline.errors import DivergedError, UnsupportedError
 from ridgeline.models import Model
@@ -111,7 +112,19 @@ class TorchStep:
         self._bad: tuple[Batch, Tensor] | None = None  # of the last step that was not finite: batch, random state
 
     def __call__(self, batch: Batch) -> None:
-        """See Step."""
+        """See Step.
+
+        Raises:
+            OutOfMemoryError: on the CPU, what needs how much; on a card PyTorch says it.
+        """
+        with enough(list(batch.values()), self.device, self._kept) if self._looks else contextlib.nullcontext():
+            self._step(batch)
+
+    def _kept(self) -> dict[str, int]:
+        sizes = [parameter.numel() * parameter.element_size() for parameter in self.model.parameters()]
+        return {"weights": sum(sizes), "gradients": sum(sizes), "optimiser moments": 2 * sum(sizes)}
+
+    def _step(self, batch: Batch) -> None:
         if self.steps is not None:
             self._rate = learning_rate(self.config, self._taken, self._taken / self.steps)
         set_learning_rate(self.optimizer, self._rate)

@@ -7,12 +7,13 @@ from torch import nn
 
 from ridgeline.data.resident import ResidentBatches
 from ridgeline.engine import TrainStep
+from ridgeline.models.accounting import parameters
 from ridgeline.train.config import TrainConfig, is_best
 from ridgeline.train.engines import fused_missing, fused_slower
 from ridgeline.train.metrics import amount
 from ridgeline.train.state import LAST
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def introduction(config: TrainConfig, model: nn.Module, world: int, lanes: str) -> str:
@@ -38,6 +39,15 @@ def introduction(config: TrainConfig, model: nn.Module, world: int, lanes: str) 
     size = amount(sum(parameter.numel() for parameter in model.parameters()))
     where = f"{world} × {name}" if world > 1 else name
     return f"{config.preset}: {size} parameters on {where}, {config.precision}, {how}, in {config.out}"
+
+
+def large_model(config: TrainConfig) -> str:
+    """What a model takes that has no room, and what helps."""
+    count = parameters(config.model)
+    return (
+        f"the model's {amount(count)} parameters take {16 * count / GIB:.1f} GiB with their gradients and the "
+        "optimiser's moments; take a smaller model"
+    )
 
 
 def first_step(step: TrainStep, resident: ResidentBatches | None, seconds: float) -> str:
