@@ -16,13 +16,7 @@ from ridgeline.ops.linear.stationary import LARGEST_K
 from ridgeline.ops.mlp.many import TURNED
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
-<<<<<<< HEAD
-FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
-MANY_TOKENS = 65536  # rows from which narrow blocks gain by groups of weight gradients and lose by early launches, 2 %
 JOINED = frozenset(("out", "down", "hidden", "qkv"))  # with slopes in codes
-=======
-JOINED = frozenset(("out", "down", "up", "qkv"))
->>>>>>> next/b512-late
 
 
 @dataclass(frozen=True)
