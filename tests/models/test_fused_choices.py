@@ -314,7 +314,7 @@ def whole_head(
 def test_the_whole_head_is_wired_to_the_same_function(
     played: Callable[[Choices], None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
+    played(Choices(attention="reference", mlp="torch", joined=parted(JOINED), grouped=True))
     monkeypatch.setattr(head, "missing", lambda *_: None)
     monkeypatch.setattr(head, "WIDTH", 24)
     monkeypatch.setattr(head, "norm_head_raw", whole_head)

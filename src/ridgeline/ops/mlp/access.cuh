@@ -19,7 +19,6 @@ RL_D uint4 load_here(const void* pointer) {
 RL_D void prefetch_bytes(const void* pointer, u32 bytes) {  // into L2; both at multiples of 16
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
 }
-RL_D void prefetch_line(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory"); }
 // A number that the compiler cannot know to be the same as before: what is made of it is made where it is used.
 RL_D u32 afresh(u32 value) {
   asm volatile("" : "+r"(value));

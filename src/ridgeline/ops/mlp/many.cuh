@@ -31,7 +31,6 @@ struct Tiles {
   RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 256)), rank(static_cast<int>(rank)) {}
   RL_D bool valid() const { return pair < pairs; }
   RL_D int row() const { return 256 * (pairs - 1 - pair) + 128 * rank; }
-  RL_D int row_after() const { return row() - 128 * static_cast<int>(gridDim.x); }  // of the next tile, if not negative
   RL_D void advance() { pair += gridDim.x / 2, ++round; }
 };
 

@@ -26,7 +26,7 @@ KINDS = {"project_many_forward": "MMMMMPPPPPfii", "project_many_backward": "MMMM
 MLP_SOURCE = Path(__file__).parent / "mlp_many.cu"
 MLP_STAGES, WARPS = 4, 8
 MLP_SMEM = MLP_STAGES * 64 * WIDTH * 2 + TILE_ROWS * WIDTH * 2 + 4 * 64 * 64 + TILE_ROWS * 64 * 2 + WIDTH * 2 + 256
-MLP_KINDS = "MMMMMMMMPPPPPPPqii"
+MLP_KINDS = "MMMMMMMMPPPPqii"
 TURNED = 32  # rows that mlp_many.cu takes in an order of its own
 
 
@@ -111,8 +111,7 @@ def project_many_backward_raw(dy_NK: Tensor, weight_KC: Tensor, join: JoinGradie
 
 def mlp_macros(dtype: torch.dtype, *, rms: bool, norm_bias: bool) -> dict[str, int]:
     """What the compiler is asked for."""
-    fp16 = int(dtype == torch.float16)
-    return {"STAGES": MLP_STAGES, "AHEAD": 0, "RMS": int(rms), "NORM_BIAS": int(norm_bias), "RL_FP16": fp16}
+    return {"STAGES": MLP_STAGES, "RMS": int(rms), "NORM_BIAS": int(norm_bias), "RL_FP16": int(dtype == torch.float16)}
 
 
 def turned(x_NK: Tensor, rows: int) -> tuple[Tensor, tuple[int, int, int, int]]:
@@ -154,7 +153,7 @@ def mlp_many_backward_raw(
     arguments = (
         rows(dz_NC), cuda.tensor_map(down_CF, (64, 64)), cuda.tensor_map(up_FC, (64, 64)),
         matrix_map(codes, (0, 0), LINES), rows(join.r_NC), rows(join.dresidual_NC), sixteen(du_NF),
-        sixteen(join.dr_NC), join.r_NC, join.dresidual_NC, dz_NC, join.weight_C, join.mean_N, join.rstd_N,
-        join.partials_PW, join.partials_PW.stride(0), N, F,
+        sixteen(join.dr_NC), join.weight_C, join.mean_N, join.rstd_N, join.partials_PW, join.partials_PW.stride(0),
+        N, F,
     )  # fmt: skip
     kernel.launch((blocks(N, dz_NC.device),), THREADS, MLP_SMEM, arguments)

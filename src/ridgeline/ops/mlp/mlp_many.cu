@@ -209,9 +209,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     mlp_many_backward(const __grid_constant__ TensorMap dz, const __grid_constant__ TensorMap down,
                       const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap codes,
                       const __grid_constant__ TensorMap held, const __grid_constant__ TensorMap beside,
-                      const __grid_constant__ TensorMap du, const __grid_constant__ TensorMap dr, const u16* r,
-                      const u16* dresidual, const u16* dy, const u16* weight, const float* mean, const float* rstd,
-                      float* partials, i64 stride, int rows, int inner) {
+                      const __grid_constant__ TensorMap du, const __grid_constant__ TensorMap dr, const u16* weight,
+                      const float* mean, const float* rstd, float* partials, i64 stride, int rows, int inner) {
   const u32 smem = dynamic_smem(), vector = smem + VECTOR;
   const Barriers bar{{smem + BARRIERS}};
   const int chunks = 2 * ceil_div(inner, 128);
@@ -231,7 +230,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
     const Maps maps{&dz, &down, &up, &codes, &held, &beside};
     if (me.warp == 0) produce(maps, rows, chunks, ring);
     if (me.warp == 1) produce_rows(maps, rows, smem, bar, me.rank);
-    if (me.warp == 2) produce_codes(maps, {r, dresidual, dy, rows}, inner, chunks, smem, bar, me);
+    if (me.warp == 2) produce_codes(maps, rows, inner, chunks, smem, bar, me.rank);
   } else {
     registers_up<240>();
     Work w{&du, smem, smem + DZ + me.group * ROWS_BYTES, smem + CODES + me.group * 2 * CODE_TILE_BYTES + code_place(me),

@@ -99,21 +99,9 @@ RL_D void produce(const Maps& maps, int rows, int chunks, Ring ring) {
   }
 }
 
-// Rows that are wanted at a tile's end and for the next one come into L2 meanwhile, by ordinary instructions: the copy engine
-// would do one thing after the other. In a tile's products memory has little to do, in its join much.
-struct Ahead {
-  const u16 *held, *beside, *dz;
-  int rows;
-  RL_D void prefetch(int step, int row, int next, int lane) const {  // steps 0 to 47
-    const u16* matrix = step < 16 ? held : step < 32 ? beside : dz;
-    const int here = (step < 32 ? row : next) + step % 16 * 8 + lane / 4;
-    if (here >= 0 && here < rows) prefetch_line(matrix + static_cast<i64>(here) * WIDTH + lane % 4 * 64);
-  }
-};
-
-RL_D void produce_codes(const Maps& maps, const Ahead& ahead, int inner, int chunks, u32 smem, Barriers bar, const Place& me) {
+RL_D void produce_codes(const Maps& maps, int rows, int inner, int chunks, u32 smem, Barriers bar, u32 rank) {
   u32 phase = 0;
-  for (Tiles tiles(ahead.rows, me.rank); tiles.valid(); tiles.advance())
+  for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance())
 #pragma unroll 1
     for (int k = 0; k < chunks; ++k) {
       for (int group = 0; group < 2; ++group) {
@@ -125,7 +113,5 @@ RL_D void produce_codes(const Maps& maps, const Ahead& ahead, int inner, int chu
                 code_line(64 * k, tiles.row() + 64 * group, inner), full);
       }
       phase ^= k % 2;
-      for (int step = 48 * k / chunks; step < AHEAD * (48 * (k + 1) / chunks); ++step)
-        ahead.prefetch(step, tiles.row(), tiles.row_after(), me.lane);
     }
 }
