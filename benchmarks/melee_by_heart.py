@@ -63,7 +63,11 @@ def judge(player: Player, table: GameTable) -> dict[str, dict[str, float]]:
     """Loss in nats and accuracy of each head, every frame from its own window."""
     policy, context = player.policy, player.window.context
     assert isinstance(policy, ControllerPolicy)
-    whole = {"categories": table.categories, "numbers": table.numbers, "previous": table.controller}
+    whole: dict[str, np.ndarray] = {
+        "categories": table.categories,
+        "numbers": table.numbers,
+        "previous": table.controller,
+    }
     tensors = {
         name: torch.from_numpy(array if name == "numbers" else array.astype(np.int64)) for name, array in whole.items()
     }

@@ -10,7 +10,7 @@ import attn_gpu as A
 CASES = ("hal20", "hal20p0", "hal5", "plain64d", "c256", "mqa", "gqa64", "t177", "t37d32", "big")
 TIMES = {n: A.TIMES[n] for n in ("HAL-20M p=.2", "HAL-20M p=0", "HAL-5M", "c256 B32", "c256 mqa B512")}
 if os.environ.get("VARIANTS") == "hal":  # the relative backward alone
-    CASES, TIMES = ("hal20", "hal5", "gqa64", "t177", "big"), {n: A.TIMES[n] for n in ("HAL-20M p=.2", "HAL-5M")}
+    CASES, TIMES = ("hal20", "hal5", "gqa64", "t177", "steep", "fp16", "big"), {n: A.TIMES[n] for n in ("HAL-20M p=.2", "HAL-5M")}
 OUT = A.OUT
 
 def build(job):

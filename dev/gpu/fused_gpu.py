@@ -1,6 +1,7 @@
 """Fused stack and whole step on a card: numerics against fp64, µs a block for every choice, kernel table of a step.
 
-PYTHONPATH=src python3 dev/gpu/fused_gpu.py [check|block|step] [workload ...]      (all three, and all workloads)
+PYTHONPATH=src python3 dev/gpu/fused_gpu.py [check|few|block|step] [workload ...]      (all four, and all workloads)
+                                            repeat: the same bits again, for 6 s a workload
 ONLY="late,mlp rows" in the environment: these choices alone.
 """
 
@@ -67,13 +68,19 @@ MIDDLE = {
     "late": (False, {}),
     "mlp rows": (True, dict(rows=frozenset(("mlp",)))),
     "mlp rows grouped": (True, dict(rows=frozenset(("mlp",)), grouped=True)),
+    "grouped": (True, dict(grouped=True)),
+    "late grouped": (False, dict(grouped=True)),
+    "down residual": (True, dict(rest="residual")),
 }
 WIDE = {  # width 768
     "early": (True, {}),
     "late": (False, {}),
     "half slopes": (True, dict(coded=False)),
-    "residual": (True, dict(out="residual")),
-    "GELU apart": (True, dict(mlp="torch")),
+    "unfolded": (True, dict(folded=False)),
+    "out cuBLAS": (True, dict(folded=False, out="torch")),
+    "qkv cuBLAS": (True, dict(qkv="torch")),
+    "down residual": (True, dict(rest="residual")),
+    "GELU apart": (True, dict(mlp="torch", folded=False)),
 }
 
 
@@ -90,7 +97,7 @@ def all_variants(name):
         chosen_here = choose(config, torch.device("cuda"), torch.bfloat16, B, T)
         unfolded = {"unfolded": (True, dict(folded=False))} if chosen_here.folded else {}
         half = {"half slopes": (True, dict(coded=False)), "late half": (False, dict(coded=False))}
-        sums = {"sums apart": (True, dict(sums_at_once=False))}
+        sums = {"sums apart": (True, dict(sums_at_once=False)), "down residual": (True, dict(rest="residual"))}
         return {"early": (True, {}), **unfolded, **sums, "late": (False, {}), **half}
     return MIDDLE if config.dropout else SMALL if B * T <= 32768 else LARGE
 
@@ -335,7 +342,26 @@ def step(name):
     return {"ms": ms, "kernels": len(rows), "span": span, "covered": busy, "rows": rows}
 
 
-TRIALS = {"check": check, "few": lambda name: check(name, 2), "block": block, "step": step}
+def repeat(name):
+    """Whether hundreds of replays of both passes leave the same gradients to the bit."""
+    step, _, flat, _ = stack_step(name)
+    _, B, T = WORKLOADS[name]
+    replay, end = captured(step), time.time() + 6
+    flat.fill_(float("nan"))
+    replay.replay()
+    first, differ, count = flat.clone(), 0, 0
+    while time.time() < end:
+        for _ in range(4 if B * T > 32768 else 20):
+            flat.fill_(float("nan"))
+            replay.replay()
+            differ = differ + (flat.view(torch.int32) != first.view(torch.int32)).any().int()
+            count += 1
+        torch.cuda.synchronize()
+    print(f"repeat {name}: {int(differ)} of {count} replays differ", flush=True)
+    return {"differ": int(differ), "replays": count}
+
+
+TRIALS = {"check": check, "few": lambda name: check(name, 2), "block": block, "step": step, "repeat": repeat}
 
 
 def start(trial, name):
@@ -364,12 +390,12 @@ if __name__ == "__main__":
         sys.exit()
     seconds = next((float(a) for a in sys.argv[1:] if a.isdigit()), 600)
     end = time.time() + seconds
-    trials = [a for a in sys.argv[1:] if a in TRIALS] or list(TRIALS)
+    trials = [a for a in sys.argv[1:] if a in TRIALS] or ["check", "few", "block", "step"]
     names = [a for a in sys.argv[1:] if a in WORKLOADS] or list(WORKLOADS)
     checks = [(t, n) for t in trials for n in names if t == "check" or t == "few" and not n.endswith("-512")]
     running = [(start(*job), *job) for job in checks]  # numerics beside each other
     for job in running:
         tell(*job, end - time.time())
     for trial, name in itertools.product(trials, names):  # times one after another
-        if trial in ("block", "step") and time.time() < end - 6:
+        if trial in ("block", "step", "repeat") and time.time() < end - 6:
             tell(start(trial, name), trial, name, end - time.time())

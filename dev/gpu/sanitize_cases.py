@@ -168,7 +168,8 @@ def project_many():
 
 @case
 def linear_stationary():
-    for K, M, rest in ((256, 512, {"gelu": "exact"}), (512, 264, {"residual": draw(2, 150, 264), "masks": masks(150)})):
+    added = {"residual": draw(2, 150, 264), "masks": masks(150)}
+    for K, M, rest in ((256, 512, {"gelu": "exact"}), (512, 264, added), (768, 264, {}), (600, 264, added)):
         x, weight, bias = draw(2, 150, K), draw(M, K, scale=K**-0.5), draw(M)
         differentiate(linear(x, weight, bias, **rest, impl=impl("cuda")), [x, weight, bias, rest.get("residual")])
 
@@ -311,7 +312,7 @@ def norms():
 
 @case
 def embeddings():
-    for B, T, V, C in ((4, 33, 65, 64), (2, 40, 50257, 32)):
+    for B, T, V, C in ((4, 33, 65, 64), (2, 40, 50257, 32), (1310, 51, 65, 32)):
         ids, table, positions = torch.randint(V, (B, T)).to(DEVICE), draw(V, C), draw(T, C)
         out = embedding(ids, table, positions, p=0.1, dropout=dropout_state(), site=4, impl="triton")
         differentiate(out, [table, positions])

@@ -87,7 +87,7 @@ def step_fast_float():
 
 @case
 def step_124m():
-    train("gpt2-124m", "fused", context=300, steps=1)
+    train("gpt2-124m", "fused", context=300, taken_for=512, steps=1)
 
 
 @case

@@ -35,10 +35,11 @@ def worker(names):
         config, B, T = fused.WORKLOADS[workload]
         if rows:
             scope.enter_context(fused.chosen(B * T <= 65536, {"rows": frozenset(rows.split(","))}))
-        m = LanguageModel(LanguageConfig(vocabulary=65, decoder=config), impl="fused", seed=0).cuda()
+        V, tied = (50257, True) if config.width == 768 else (65, False)
+        m = LanguageModel(LanguageConfig(vocabulary=V, decoder=config, tied=tied), impl="fused", seed=0).cuda()
         train = TrainStep(m, precision="bf16")
         generator = torch.Generator().manual_seed(2)
-        tokens = torch.randint(65, (B, T + 1), generator=generator).cuda()
+        tokens = torch.randint(V, (B, T + 1), generator=generator).cuda()
         batch = {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
         for _ in range(20):
             train(batch)

@@ -92,6 +92,11 @@ def test_every_preset_is_explained_on_every_kind_of_card(name: str) -> None:
         assert "what would help" in text
 
 
+def test_the_share_of_the_cards_memory_is_never_told_as_nothing() -> None:
+    assert "(less than 1% of the card)" in shown(explain_preset("boxing", device="h200"))
+    assert "(8% of the card)" in shown(explain_preset("hal-20m", device="h200", batch=512))
+
+
 def test_small_cards_are_said_to_be_limited_by_power() -> None:
     assert "a card of 70 W does not hold its boost clock" in shown(explain_preset("gpt2-c256", device="t4"))
     assert "boost clock" not in shown(explain_preset("gpt2-c256", device="a100"))

@@ -175,6 +175,18 @@ def test_processes_that_cannot_be_joined(monkeypatch, environment, device, messa
         pass
 
 
+@pytest.mark.parametrize(
+    ("cards", "cure"), [(0, "there is none here; use --device cpu"), (3, "use --nproc-per-node 3")]
+)
+def test_a_process_without_a_card_is_told_what_would_do(monkeypatch, cards, cure):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(RidgelineError, match=f"process 7 has no card; (use )?{cure}"), together("cuda"):
+        pass
+
+
 def test_without_torchrun_a_process_is_alone(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with together("cpu") as replicas:

@@ -93,13 +93,10 @@ def test_weights_edited_by_their_data_count_at_once_where_nothing_is_captured():
     assert step.metrics()[1].loss == pytest.approx(torch.tensor(11.0).log().item(), rel=1e-2)
 
 
-def test_a_weight_that_is_saved_takes_only_its_own_memory(tmp_path):
-    """Whatever looks at storages, as torch.save and safetensors do, finds each parameter alone, the shared one too."""
+def test_a_model_with_a_shared_weight_can_be_saved_by_whatever_looks_at_storages(tmp_path):
     model, other = stranger(), stranger()
-    step = TrainStep(model, stranger_loss, SETTINGS, precision="fp32")
+    step = TrainStep(model, stranger_loss, SETTINGS, precision="bf16")
     step(language_batch())
-    torch.save(model.ln.weight, tmp_path / "one.pt")
-    assert (tmp_path / "one.pt").stat().st_size < 4 * step.flat.size / 2
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
     safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
     torch.save(model.state_dict(), tmp_path / "all.pt")
@@ -107,8 +104,33 @@ def test_a_weight_that_is_saved_takes_only_its_own_memory(tmp_path):
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name])
         assert torch.equal(tensor, again[name])
+    assert (tmp_path / "all.pt").stat().st_size < 4 * sum(tensor.numel() for tensor in other.parameters()) + 5000
+    assert model.state_dict(keep_vars=True)["lm_head.weight"] is model.wte.weight
     step.model.load_state_dict(again)
     step(language_batch())
+
+
+def test_a_model_that_other_processes_share_goes_on_being_trained():
+    step = strange_step()
+    step(language_batch())
+    step.model.state_dict()
+    step.model.share_memory()
+    step(language_batch())
+    step.check()
+    assert step.model.wte.weight.is_shared()
+    assert torch.equal(step.flat.views(step.flat.masters)["wte.weight"], step.model.wte.weight)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_weights_set_by_the_state_dict_count_at_once(precision):
+    """As code does that swaps in a mean of the weights."""
+    step = strange_step(precision=precision, capture=Recorder())
+    step(language_batch())
+    for name, tensor in step.model.state_dict().items():
+        if name != "bias":  # the mask
+            tensor.zero_()
+    step(language_batch())
+    assert step.metrics()[1].loss == pytest.approx(torch.tensor(11.0).log().item(), rel=1e-2)
 
 
 @pytest.mark.parametrize(

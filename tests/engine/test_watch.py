@@ -188,6 +188,13 @@ def test_memory_that_two_tensors_share_is_refused(make):
         step_on(make())
 
 
+def test_memory_that_processes_share_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"weight lies in memory that processes share.*share_memory\(\) when the step is built"
+    ):
+        step_on(nn.Linear(4, 4).share_memory())
+
+
 def test_memory_side_by_side_is_not_shared():
     whole = torch.randn(8, 4)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -250,11 +250,11 @@ def test_bytes_of_fp32_are_about_twice_those_of_bf16() -> None:
 
 def test_accumulation_repeats_the_passes_of_a_part_and_keeps_only_its_activations() -> None:
     config = preset("gpt2-124m").model
-    whole, parts = step_cost(config, batch=64), step_cost(config, batch=64, accumulation=8)
+    whole, parts = step_cost(config, batch=32), step_cost(config, batch=32, accumulation=8)
     assert parts.flops == pytest.approx(whole.flops)
     assert parts.total("flops", "optimizer") == whole.total("flops", "optimizer")
     assert parts.bytes > whole.bytes
-    one, eight = memory(config, batch=64), memory(config, batch=64, accumulation=8)
+    one, eight = memory(config, batch=32), memory(config, batch=32, accumulation=8)
     assert one.activations == 8 * eight.activations
     assert one.weights == eight.weights
 

@@ -72,6 +72,22 @@ def emulation(tmp_path: Path) -> Emulation:
 
 
 @pytest.fixture
+def machine_code(tmp_path: Path) -> Callable[[bytes], str]:
+    """The machine code of a cubin as text, by Triton's cuobjdump."""
+    triton = pytest.importorskip("triton")
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.is_file():
+        pytest.skip("needs Triton's cuobjdump")
+
+    def disassemble(image: bytes) -> str:
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(image)
+        return subprocess.run([tool, "-sass", file], check=True, capture_output=True, text=True).stdout
+
+    return disassemble
+
+
+@pytest.fixture
 def compile_host(tmp_path: Path) -> Callable[..., ctypes.CDLL]:
     """A function from C++ text (with `extern "C"` functions) and include folders to a loaded library.
 

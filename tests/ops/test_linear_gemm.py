@@ -98,7 +98,7 @@ def test_gelu_keeps_nan(compile_host: Callable[..., ctypes.CDLL]) -> None:
     ids=["bias", "gelu", "residual-fp16", "factor", "small-tanh", "coded-gelu", "coded-factor"],
 )
 def test_compiles_for_hopper_with_accumulators_in_registers(
-    macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    macros: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine_code: Callable[[bytes], str]
 ) -> None:
     monkeypatch.setenv("RIDGELINE_CACHE", str(tmp_path))
     cubin = cuda.build(gemm.SOURCE, macros)
@@ -106,3 +106,6 @@ def test_compiles_for_hopper_with_accumulators_in_registers(
     assert usage.registers <= 168
     assert usage.spill_loads <= 64  # a few scalars that outlive a tile; the accumulators alone are 512 bytes
     assert "C75" not in cubin.log  # wgmma serialised, or setmaxnreg ignored
+    text = machine_code(cubin.image)
+    assert text.count("R2UR") < text.count("HGMMA") + 8  # roles are uniform: so are operands' descriptors
+    assert "BRA.U.ANY" not in text  # and one lane starts a copy, which takes a loop over lanes otherwise

@@ -78,7 +78,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # fp64 stands for 16 bits, which would round
-@pytest.mark.parametrize("K", [64, 600])
+@pytest.mark.parametrize("K", [64, 600, 800])
 @pytest.mark.parametrize("epilogue", ["plain", "bias", "exact", "tanh", "residual", "dropout", "short dropout"])
 def test_forward(K: int, epilogue: str, dtype: torch.dtype, asked: list[str]) -> None:
     x, weight, bias, residual = (draw(*s, seed=i, dtype=dtype) for i, s in enumerate(((N, K), (M, K), (M,), (N, M))))
@@ -106,7 +106,7 @@ def test_forward(K: int, epilogue: str, dtype: torch.dtype, asked: list[str]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("inner", [64, 600])
+@pytest.mark.parametrize("inner", [64, 600, 800])
 @pytest.mark.parametrize("through_gelu", [False, True])
 def test_input_gradient(inner: int, through_gelu: bool, dtype: torch.dtype, asked: list[str]) -> None:
     dy, weight, slope = (draw(*s, seed=i, dtype=dtype) for i, s in enumerate(((N, inner), (inner, M), (N, M))))

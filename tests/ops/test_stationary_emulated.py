@@ -72,6 +72,15 @@ CASES = [
     Case(300, 400, 512, "gelu", units=2, seed=18, late=True, coded=True),
     Case(330, 200, 128, "gelu", units=2, seed=19, norm="layernorm", coded=True),
     Case(330, 264, 512, "factor", transposed_b=True, units=3, seed=20, norm="layernorm", late=True, coded=True),
+    Case(300, 400, 768, "gelu", units=2, seed=23, coded=True),
+    Case(200, 264, 768, "factor", transposed_b=True, units=3, seed=24, late=True, coded=True),
+    Case(330, 264, 700, "bias", units=1, seed=25, late=True),
+    Case(270, 136, 768, "residual", units=2, seed=26),
+    Case(200, 264, 600, "plain", transposed_b=True, units=1, seed=27),
+    Case(200, 136, 576, "gelu", units=1, seed=28, late=True),
+    Case(200, 264, 768, "gelu", units=1, seed=29, norm="layernorm", coded=True),
+    Case(200, 192, 704, "residual", units=2, seed=30, norm="layernorm", late=True),
+    Case(200, 136, 768, "factor", transposed_b=True, units=2, seed=31, norm="rmsnorm", coded=True),
 ]
 
 

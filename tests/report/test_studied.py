@@ -104,11 +104,28 @@ def test_whole_commands():
     assert studied.starts([study(), replace(record, gpus=0)]) == studied.MISSING
 
 
+def test_studies_on_the_same_data_have_titles_of_their_own():
+    asked = [{"figure": "standings", "name": "standings", "rows": []}, {"figure": "setting", "target": 1.47}]
+    record = samples.record("study", "tinyshakespeare", 32, 256, curves=asked)
+    names = ["fast-c256", "fast-c256+kv_heads=8", "fast-c256+a_setting_with_a_long_name=3"]
+
+    def title(*chosen):
+        contenders = [samples.result(name, 1.0, 32, 256) for name in chosen]
+        return studied.title(replace(record, contenders=contenders))
+
+    ending = ", to a loss of 1.47 on tinyshakespeare, batch 32 × 256, bf16"
+    assert title(*names[:2]) == f"fast-c256 and fast-c256+kv_heads=8{ending}"
+    assert title(names[0], names[2]) == f"fast-c256 and 1 more{ending}"
+    assert title(*names) == f"fast-c256 and 2 more{ending}"
+    assert title() is None
+    assert studied.title(samples.ladder()) is None
+
+
 def test_a_search():
     trial = {"number": 0, "params": {"layers": 3, "lr": 0.0012345}, "state": "complete", "quality": 1.59,
              "seconds": None, "crossing": None, "tokens_per_s": 9.0e6, "predicted_tokens_per_s": 1.2e7}  # fmt: skip
     trials = [
-        {**trial, "number": 1, "quality": 1.7, "state": "pruned"},
+        {**trial, "number": 1, "params": {"layers": 2, "lr": 0.0012345}, "quality": 1.7, "state": "pruned"},
         trial,
         {**trial, "number": 2, "state": "refused", "quality": None},
         {**trial, "number": 3, "quality": 1.6, "seconds": 0.61, "crossing": 0.6},
@@ -119,12 +136,12 @@ def test_a_search():
     ]
     record = samples.record("search", "tinyshakespeare", 32, 256, curves=curves)
     text = studied.searched([study(), record]).splitlines()
-    counted = "1 pruned, 2 complete, 1 refused (… was left early)."
+    counted = "1 pruned, 2 complete, 1 refused (… was left early). All with lr 0.0012."
     assert text[0].endswith(f": loss=1.6, budget 55 s, 3 s of training a trial: {counted}")
     assert text[4:] == [
-        "| 3 | layers 3, lr 0.0012 | 1.6000 | 0.61 | 9.00 M | 12.0 M |",
-        "| 0 | layers 3, lr 0.0012 | 1.5900 | – | 9.00 M | 12.0 M |",
-        "| 1 | layers 3, lr 0.0012 | 1.7000 … | – | 9.00 M | 12.0 M |",
+        "| 3 | layers 3 | 1.6000 | 0.61 | 9.00 M | 12.0 M |",
+        "| 0 | layers 3 | 1.5900 | – | 9.00 M | 12.0 M |",
+        "| 1 | layers 2 | 1.7000 … | – | 9.00 M | 12.0 M |",
     ]
     assert studied.searched([study(), replace(record, gpus=0)]) == studied.MISSING
 

@@ -11,7 +11,7 @@ from ridgeline.study import search as module
 from ridgeline.study.clocked import Point
 from ridgeline.study.floors import this_machine
 from ridgeline.study.search import Search, _Attempt
-from ridgeline.study.trials import Goal, best_of, front, rank
+from ridgeline.study.trials import Goal, best_of, choices_apart, front, rank
 from ridgeline.train.settings import override
 from study.search_helpers import trial
 
@@ -24,6 +24,14 @@ def test_goals() -> None:
     for wrong in ("ko=1.5", "loss=-1", "loss=low", "wins=0.5", "loss=", "loss=inf", "loss=nan"):
         with pytest.raises(ConfigError):
             Goal.parse(wrong)
+
+
+def test_what_all_trials_chose_alike_is_told_once() -> None:
+    first, second = {"layers": 2, "width": 64, "lr": 0.0012}, {"layers": 3, "width": 64, "lr": 0.0012}
+    assert choices_apart([first, second]) == ("width 64, lr 0.0012", ["layers 2", "layers 3"])
+    assert choices_apart([first, {"width": 64}]) == ("width 64", ["layers 2, lr 0.0012", ""])
+    assert choices_apart([first]) == ("", ["layers 2, width 64, lr 0.0012"])
+    assert choices_apart([]) == ("", [])
 
 
 def test_best_reached_the_target_soonest() -> None:

@@ -101,9 +101,10 @@ def _memory(result: ExplainResult) -> list[str]:
         f"activations {_held(memory.activations, unit)}, workspace {_held(memory.workspace, unit)}"
     )
     share = memory.peak / result.spec.memory_bytes
+    of_card = f"{share:.0%}" if share >= 0.01 else "less than 1%"
     saved = ", ".join(f"{name} {_held(size, unit)}" for name, size in list(memory.saved.items())[:6])
     return [
-        f"memory {_held(memory.peak, unit)} {name_of_it} ({share:.0%} of the card): {parts}",
+        f"memory {_held(memory.peak, unit)} {name_of_it} ({of_card} of the card): {parts}",
         f"       kept for the backward pass: {saved}",
     ]
 

@@ -24,7 +24,7 @@ from ridgeline.study.folder import RECORD, keep_record, write_whole
 from ridgeline.study.search import Search, SearchStoppedError, chosen_config, search
 from ridgeline.study.search_record import search_record
 from ridgeline.study.space import SETTINGS, default_space, narrowed
-from ridgeline.study.trials import Goal, Trial, best_of, choice, front, rank, states_of
+from ridgeline.study.trials import Goal, Trial, best_of, choice, choices_apart, front, rank, states_of
 from ridgeline.train.resolve import resolve
 from ridgeline.train.settings import override, to_toml
 
@@ -194,10 +194,13 @@ def _print(plan: Search, trials: list[Trial], best: Trial, file: Path, chosen: P
         table.add_column(heading, justify="left" if heading == "choice" else "right")
     judged = [trial for trial in trials if trial.quality is not None]
     judged.sort(key=lambda trial: (trial is not best, rank(goal.kind, trial.crossing, trial.quality)))
-    for trial in judged[:SHOWN]:
+    alike, own = choices_apart([trial.params for trial in judged[:SHOWN]])
+    if alike:
+        table.title = f"{table.title}; all with {alike}"
+    for trial, chosen_alone in zip(judged[:SHOWN], own, strict=True):
         table.add_row(
             str(trial.number),
-            choice(trial.params),
+            chosen_alone,
             f"{trial.quality:.4f}{'' if trial.state == 'complete' else ' …'}",
             "" if trial.seconds is None else f"{trial.seconds:.1f}",
             "" if trial.tokens_per_s is None else f"{trial.tokens_per_s:,.0f}",

@@ -101,6 +101,11 @@ def device_of(named: Sequence[tuple[str, nn.Parameter]], buffers: Sequence[tuple
             )
         if parameter.is_inference():
             raise ConfigError(f"parameter {name} was made under torch.inference_mode(); build the model outside it")
+        if device.type == "cpu" and parameter.is_shared():
+            raise ConfigError(
+                f"parameter {name} lies in memory that processes share, and a step moves it; call share_memory() when "
+                "the step is built"
+            )
         refuse_hooks(name, parameter)
     _refuse_shared_memory([*named, *buffers], {id(parameter) for _, parameter in trainable})
     return device

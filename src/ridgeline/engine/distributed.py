@@ -172,7 +172,8 @@ def together(device: str) -> Iterator[Replicas]:
     if device == "cuda":
         local, cards = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
         if local >= cards:
-            raise UnsupportedError(f"torchrun's process {local} has no card; use --nproc-per-node {cards}")
+            cure = f"use --nproc-per-node {cards}" if cards else "there is none here; use --device cpu"
+            raise UnsupportedError(f"torchrun's process {local} has no card; {cure}")
         torch.cuda.set_device(local)
     with connected():
         dist.init_process_group(BACKENDS[device])

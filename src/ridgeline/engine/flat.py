@@ -48,9 +48,18 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor whose storage ends where it ends: code that saves weights looks at storages."""
-    return from_dlpack(to_dlpack(view))
+def _apart(model: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+    """Gives each tensor of a model's state dict a storage that ends where the tensor ends; memory stays the weights'.
+
+    What saves tensors looks at storages: torch.save writes them whole, and safetensors refuses parts of larger ones.
+    """
+    own: dict[tuple[int, torch.Size], Tensor] = {}
+    for name, tensor in state.items() if model in _OWNERS else ():
+        if name.startswith(prefix) and not isinstance(tensor, nn.Parameter) and _OWNERS[model].holds(tensor):
+            place = (tensor.data_ptr(), tensor.shape)
+            if place not in own:
+                own[place] = from_dlpack(to_dlpack(tensor))
+            tensor.data = own[place]  # and not another tensor: writes to it count as writes to the weight
 
 
 class FlatParameters:
@@ -101,7 +110,7 @@ class FlatParameters:
             for slot in self.slots:
                 view = slot.of(self.masters)
                 view.copy_(by_name[slot.name])
-                by_name[slot.name].data = _alone(view)
+                by_name[slot.name].data = view
         self.lanes = [Gradients(self.slots, self.copies, world) for _ in range(lanes)]
         positions = {id(by_name[slot.name]): index for index, slot in enumerate(self.slots)}
         self._fixed: list[tuple[Tensor, Tensor]] = []  # (source, copy) of frozen parameters and buffers
@@ -112,6 +121,7 @@ class FlatParameters:
         self.refresh()
         _OWNERS[model] = self
         model.register_load_state_dict_post_hook(_refresh_owner)
+        model.register_state_dict_post_hook(_apart)
 
     def _find_sites(
         self, model: nn.Module, positions: dict[int, int]
@@ -170,10 +180,9 @@ class FlatParameters:
                 "the model computes with a step's weights at present (inside weights(), a loss or another thread); "
                 "take steps and load weights when that is over"
             )
-        low, high = self.masters.data_ptr(), self.masters.data_ptr() + 4 * self.size
         for module, name, at_rest, _ in self._sites:
             trained = self._learns.get(id(at_rest), False)
-            lies_there = not trained or at_rest.numel() == 0 or low <= at_rest.data_ptr() < high
+            lies_there = not trained or at_rest.numel() == 0 or self.holds(at_rest)
             if getattr(module, name) is not at_rest or not lies_there:
                 raise ConfigError(
                     f"{type(module).__name__}.{name} was replaced or moved after the step was built; move and convert "
@@ -221,6 +230,11 @@ class FlatParameters:
     def name_at_rest(self, tensor: Tensor | None) -> str | None:
         """The name of a parameter that learns, as the module holds it between steps; None for any other tensor."""
         return self._at_rest.get(id(tensor))
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is part of the masters."""
+        low = self.masters.data_ptr()
+        return tensor.device == self.device and low <= tensor.data_ptr() < low + 4 * self.size
 
     def is_leaf(self, tensor: Tensor) -> bool:
         """Whether a tensor is what the module computes with during a step."""

@@ -158,6 +158,8 @@ def _workspace(config: ModelConfig, N: int, T: int, store: Storage, plan: Storag
     block = N * (max(mlp, attention) + (4 + 2 * (c.dropout > 0)) * c.width * a)
     # what is made again is there till the block's end
     block += N * a * (2 * c.width * (not plan.normalised) + c.hidden * (2 - plan.activation - plan.preactivation))
+    if plan.fused:  # the last norm's input is gone by then, and so is its result where a head has no use for it
+        block -= N * (1 + isinstance(config, LanguageConfig)) * c.width * a
     block += _gathered(c, N, T, store, plan) + _attention_sums(c, N // T, T, store, plan)
     classes = config.vocabulary if isinstance(config, LanguageConfig) else max(h.classes for h in config.heads)
     if plan.loss == "plain":

@@ -14,7 +14,7 @@ import ridgeline
 from ridgeline.bench.ratios import SUBJECT
 from ridgeline.errors import ConfigError, require
 from ridgeline.records import Record
-from ridgeline.report import played
+from ridgeline.report import played, studied
 from ridgeline.report.names import model_place
 from ridgeline.report.palette import DARK, LIGHT, variables
 from ridgeline.report.sections import (
@@ -137,7 +137,8 @@ def _other(record: Record, index: int) -> list[Chapter]:
     elif record.kind != "bench" and record.contenders:
         sections.append(plain_section(record, index))
     ran = "".join(f", {c.name}" for c in record.contenders) if record.kind == "explain" else ""
-    title = f"{record.kind.capitalize()}: {played.title(record) or workload_name(record)}{ran}"
+    said = played.title(record) or studied.title(record) or workload_name(record)
+    title = f"{record.kind.capitalize()}: {said}{ran}"
     return [Chapter(title=title, sections=sections)] if sections else []
 
 

@@ -12,15 +12,30 @@ from ridgeline.models.plan import FUSED
 from ridgeline.records import Record
 from ridgeline.report.names import told_apart
 from ridgeline.report.played import MISSING, curves_of, setting_of
-from ridgeline.report.sections import Section
+from ridgeline.report.sections import Section, workload_name
 from ridgeline.report.series import curve_sections
 from ridgeline.report.table import NONE, Cell, Table, number, quantity, words
-from ridgeline.study.trials import choice, rank, states_of
+from ridgeline.study.trials import choices_apart, rank, states_of
 
 SHORT = 300  # steps of a comparison that looks where the article looked, after 200
+COMPARED = ("standings", "inversion", "training", "starts")  # curves of studies that set contenders side by side
+LONGEST = 30  # letters of a name in a title
 LONG = 2048  # positions from which a window counts as long
 GB = 1e9
 WHOLE = ("training_s", "validations_s", "checkpoints_s", "call_s", "in_all_s")  # of a command that trained to its end
+
+
+def title(record: Record) -> str | None:
+    """What sets a study apart from others on the same data: who is compared, and to which loss."""
+    if not record.contenders or not any(curves_of(record, figure) for figure in COMPARED):
+        return None
+    names = list(told_apart([result.name for result in record.contenders])[0].values())
+    short = len(names) == 2 and len(names[1]) <= LONGEST
+    others = f" and {names[1]}" if short else f" and {len(names) - 1} more" if len(names) > 1 else ""
+    settings = curves_of(record, "setting")
+    target = settings[0].get("target") if settings else None
+    sought = "" if target is None else f", to a loss of {target:g}"
+    return f"{names[0]}{others}{sought} on {workload_name(record)}"
 
 
 def comparison(records: Sequence[Record]) -> str:
@@ -125,21 +140,23 @@ def searched(records: Sequence[Record]) -> str:
     judged = [trial for trial in trials if trial["quality"] is not None]
     # records of before 2026-11-30, 09:00, have the point alone
     judged.sort(key=lambda trial: rank(kind, trial.get("crossing", trial["seconds"]), trial["quality"]))
+    alike, own = choices_apart([trial["params"] for trial in judged])
     rows = [
         [
             number(trial["number"], "d"),
-            words(choice(trial["params"])),
+            words(chosen),
             words(f"{trial['quality']:.4f}{'' if trial['state'] == 'complete' else ' …'}"),
             number(trial["seconds"], ".2f"),
             *(quantity(trial[key]) for key in ("tokens_per_s", "predicted_tokens_per_s")),
         ]
-        for trial in judged
+        for trial, chosen in zip(judged, own, strict=True)
     ]
     headers = ("trial", "choice", kind, "held from second", "tokens/s", "at the floor")
     sought = kind if target is None else f"{kind}={target:g}"
     told = f"{sought}, budget {setting['budget_s']:g} s, {setting['trial_s']:g} s of training a trial:"
     counts = states_of([trial["state"] for trial in trials])
-    return f"{_where(record)} {told} {counts}.\n\n{Table(headers=headers, rows=rows).markdown()}"
+    all_with = f" All with {alike}." if alike else ""
+    return f"{_where(record)} {told} {counts}.{all_with}\n\n{Table(headers=headers, rows=rows).markdown()}"
 
 
 def inversion(records: Sequence[Record]) -> str:

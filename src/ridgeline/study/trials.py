@@ -140,6 +140,14 @@ def choice(params: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in short.items())
 
 
+def choices_apart(params: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """What several trials chose alike, and what each chose besides, in words; of one trial all is its own."""
+    first = params[0] if len(params) > 1 else {}
+    alike = {name for name, value in first.items() if all(each.get(name) == value for each in params)}
+    own = [choice({name: value for name, value in each.items() if name not in alike}) for each in params]
+    return choice({name: value for name, value in first.items() if name in alike}), own
+
+
 def states_of(states: Sequence[str]) -> str:
     """How many trials came to which end, in words."""
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) + " (… was left early)"

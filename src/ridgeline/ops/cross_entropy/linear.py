@@ -1,4 +1,4 @@
-"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's.
+"""A linear head and its cross-entropy. Imports Triton; the products are cuBLAS's, but on Hopper a large head's logits.
 
 Small heads keep their logits, and the backward pass turns them into their gradient. For large ones forward and
 backward run at once, a chunk of rows at a time: the logits of a chunk are computed, turned into their gradient in place
@@ -26,7 +26,7 @@ from ridgeline.ops.cross_entropy import rows as long_rows
 from ridgeline.ops.cross_entropy import triton as kernels
 from ridgeline.ops.cross_entropy.cost import WHOLE_ROWS, chunk_rows, keeps_logits
 from ridgeline.ops.known import ROWS, is_one, padded_rows
-from ridgeline.ops.linear.products import weight_gradient_raw
+from ridgeline.ops.linear.products import aligned, forward_raw, weight_gradient_raw
 from ridgeline.ops.sink import fp32_place, sink_of, written
 from ridgeline.ops.streams import side_stream
 
@@ -98,6 +98,14 @@ def _partials(rows: int, hidden_NC: Tensor, head: Head) -> int:
     return kernels.loss_partials(rows, head.classes, hidden_NC)
 
 
+def _chunk_logits(hidden_KC: Tensor, head: Head, logits_KW: Tensor) -> None:
+    """Written into `logits_KW`; on Hopper, where so many rows and classes fill the card, by what is fastest there."""
+    if _has_long_rows(hidden_KC, head) and hidden_KC.shape[1] % 8 == 0:
+        forward_raw(aligned(hidden_KC), aligned(head.weight_WC), logits_KW, bias_M=head.bias_W, impl="cuda")
+    else:
+        head.logits(hidden_KC, logits_KW)
+
+
 def make_buffers(hidden_NC: Tensor, head: Head, rows: int) -> HeadBuffers:
     """Buffers for chunks of `rows` rows."""
     N = hidden_NC.shape[0]
@@ -124,7 +132,7 @@ def chunked_loss(hidden_NC: Tensor, head: Head, targets_N: Tensor, loss: Tensor,
     for first in range(0, N, rows):
         part = slice(first, min(first + rows, N))
         logits_KW = buffers.logits_KW[: part.stop - first]
-        head.logits(hidden_NC[part], logits_KW)
+        _chunk_logits(hidden_NC[part], head, logits_KW)
         partials = _partials(part.stop - first, hidden_NC, head)
         losses_P = buffers.losses_P[first_partial : first_partial + partials]
         first_partial += partials

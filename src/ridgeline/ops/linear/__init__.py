@@ -3,7 +3,7 @@
 linear       the public function, with gradients
 products     the same products into given buffers, for code that plans its own memory
 gemm         a Hopper kernel for any inner size: configurations, division of work, launch
-stationary   a Hopper kernel that keeps up to 512 inner columns of the weights in registers
+stationary   a Hopper kernel that keeps the weights in registers, beyond 512 inner columns a third in shared memory
 codes        GELU's derivative in 8 bits between the two: memory, maps
 folded       a norm on the residual stream whose parts these products take, so that no kernel makes it
 doubles      fp32 by Hopper's fp64 tensor cores: products and grouped weight gradients

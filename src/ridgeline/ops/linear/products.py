@@ -4,7 +4,7 @@ The Hopper GEMM takes any width, but rows must start at multiples of 16 bytes: b
 `aligned_empty`.
 
 impl="torch"  cuBLAS through torch (any device), pointwise work by torch
-impl="cuda"   what an H200 did fastest: with an inner size up to 512 the product with its weights in registers
+impl="cuda"   what an H200 did fastest: with an inner size up to 768 the product with its weights in registers
               (`stationary`); else the Hopper GEMM, or cuBLAS, as `gemm.choose` says; in fp32 `doubles`
 """
 
@@ -66,7 +66,7 @@ def forward_raw(
     """out = x Wᵀ + b; or its GELU, with the derivative in `slope_NM` if given; or residual + dropout(x Wᵀ + b).
 
     With a `norm` the residual's product leaves the norm's shares; any other takes norm(x) in x's place, and writes the
-    statistics ("cuda": K of x up to 512).
+    statistics ("cuda": K of x up to 768).
     """
     _refuse_folded_floats(x_NK, norm, impl)
     epilogue: gemm.Epilogue = "plain" if bias_M is None else "bias"

@@ -22,30 +22,32 @@ THREADS = 384
 TILE = 64  # rows and columns of a tile in shared memory
 TILE_BYTES = TILE * TILE * 2
 COLUMNS = 2 * TILE  # of a block
-LARGEST_K = 512
+LARGEST_K = 768
+HELD = 8  # chunks of K whose part of B fits the registers; of more, every third chunk's stays in shared memory
 LEAST_SAMPLE = TILE  # rows of a sample under dropout: a tile meets two samples at most
 BARRIER_BYTES = 2048  # and the rows' numbers of a norm
 KINDS = SHARED_KINDS + "PPPi"
 
 
-def _beside(macros: Mapping[str, int]) -> int:
+def _beside(macros: Mapping[str, int], k_chunks: int) -> int:
     """Bytes in shared memory beside the ring: two buffers an output, and two of C, for each warpgroup.
 
-    Slopes in codes take half a tile.
+    Slopes in codes take half a tile. Beyond K 512 there is B that stays, too.
     """
     other = TILE_BYTES >> macros["CODED"]  # slopes or C
-    return 4 * (TILE_BYTES + other * (macros["STORE_U"] + (macros["EPILOGUE"] >= 2))) + BARRIER_BYTES
+    buffers = 4 * (TILE_BYTES + other * (macros["STORE_U"] + (macros["EPILOGUE"] >= 2)))
+    return buffers + 2 * TILE_BYTES * (k_chunks // 3 if k_chunks > HELD else 0) + BARRIER_BYTES
 
 
 def smem(macros: Mapping[str, int]) -> int:
     """Bytes of dynamic shared memory of the kernel that `macros` of `defines` make."""
-    return macros["LAPS"] * macros["K_CHUNKS"] * TILE_BYTES + _beside(macros)
+    return macros["LAPS"] * macros["K_CHUNKS"] * TILE_BYTES + _beside(macros, macros["K_CHUNKS"])
 
 
 def defines(K: int, form: Form, folded: bool = False) -> dict[str, int]:
     """The macros that compile the kernel for an inner size, a form, and a part in a folded norm."""
     k_chunks, macros = -(-K // TILE), form.macros()
-    laps = (SMEM_LIMIT - _beside(macros)) // (k_chunks * TILE_BYTES)
+    laps = (SMEM_LIMIT - _beside(macros, k_chunks)) // (k_chunks * TILE_BYTES)
     part = {
         "STATS": int(folded and form.residual),
         "NORM": int(folded and not form.reads_c),
@@ -77,7 +79,7 @@ def stationary(
     folded: FoldedWeights | None = None,
     summed: bool = True,
 ) -> Tensor | None:
-    """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 512.
+    """out = epilogue(A · Bᵀ), fp32 accumulators, K up to 768.
 
     The epilogue is one of: acc + bias; gelu(acc + bias), with gelu'(acc + bias) written to `slope_MN` if given;
     residual + dropout(acc + bias); acc · factor, with column sums.

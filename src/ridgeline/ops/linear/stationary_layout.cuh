@@ -7,22 +7,26 @@ using namespace rl;
 
 constexpr int ROWS = 64, COLUMNS = 64, GROUPS = 2;          // of A in a tile; of D a warpgroup; warpgroups
 constexpr int TILE_BYTES = 64 * 128;                        // 64 rows of 64 values: a chunk of A, and a tile of D, U or C
-// What comes and goes together. At K 512 two chunks of 64 values, so that a warp has two parts of the epilogue at a time,
+// What comes and goes together. From K 512 on two chunks of 64 values, so that a warp has two parts of the epilogue at a time,
 // whose arithmetic runs side by side: not with a factor (epilogue 3), where there is too little of it to gain by that, and
 // not below, where two chunks would have four parts, which do not fit the registers.
-constexpr int PER_UNIT = K_CHUNKS == 8 && EPILOGUE != 3 ? 2 : 1, UNITS = K_CHUNKS / PER_UNIT;
+constexpr int PER_UNIT = EPILOGUE != 3 && K_CHUNKS >= 8 && K_CHUNKS % 2 == 0 ? 2 : 1, UNITS = K_CHUNKS / PER_UNIT;
 constexpr int UNIT_BYTES = PER_UNIT * TILE_BYTES;
+// B of eight chunks fits the registers. With more, every third chunk's part of it lies in shared memory instead.
+RL_D constexpr bool resident(int chunk) { return K_CHUNKS > 8 && chunk % 3 == 2; }
+constexpr int RESIDENT = K_CHUNKS > 8 ? K_CHUNKS / 3 : 0;
 constexpr int STAGES = LAPS * UNITS;                        // slots of the ring, each a unit; a tile of A takes UNITS of them
 constexpr bool BOTH = EPILOGUE == 1 && STORE_U, READS_C = EPILOGUE >= 2;
 constexpr bool BY_ROW = NORM || SCALED;  // the epilogue has a number for each row of A
-// dynamic shared memory: ring, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two buffers of rows'
-// numbers
+// dynamic shared memory: ring, B that stays, two staging buffers a warpgroup, two tiles of C a warpgroup, barriers, two
+// buffers of rows' numbers
 constexpr int SLOPE_BYTES = CODED ? TILE_BYTES / 2 : TILE_BYTES, C_BYTES = SLOPE_BYTES;
 constexpr int STAGED_BYTES = TILE_BYTES + (BOTH ? SLOPE_BYTES : 0);
-constexpr int STAGING = STAGES * UNIT_BYTES, C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
+constexpr int RESIDENTS = STAGES * UNIT_BYTES, STAGING = RESIDENTS + GROUPS * RESIDENT * TILE_BYTES;
+constexpr int C_TILES = STAGING + GROUPS * 2 * STAGED_BYTES;
 constexpr int BARRIERS = C_TILES + (READS_C ? GROUPS * 2 * C_BYTES : 0), ROW_NUMBERS = BARRIERS + 1024;
 constexpr int ROW_NUMBERS_BYTES = 4 * ROWS;
-static_assert(K_CHUNKS <= 8, "B does not fit the registers");
+static_assert(K_CHUNKS - RESIDENT <= 8, "B does not fit the registers");
 
 struct Barriers {
   u32 base;
@@ -34,12 +38,14 @@ struct Barriers {
   RL_D u32 vacant(int group, int buffer) const { return base + 8 * (2 * STAGES + 12 + 2 * group + buffer); }
   RL_D u32 rows_full(int buffer) const { return base + 8 * (2 * STAGES + 16 + buffer); }
   RL_D u32 rows_empty(int buffer) const { return base + 8 * (2 * STAGES + 18 + buffer); }
+  RL_D u32 b_full(int group) const { return base + 8 * (2 * STAGES + 20 + group); }
+  RL_D u32 b_empty(int group) const { return base + 8 * (2 * STAGES + 22 + group); }
 };
-static_assert(8 * (2 * STAGES + 20) <= 1024, "barriers overflow");
+static_assert(8 * (2 * STAGES + 24) <= 1024, "barriers overflow");
 
 struct Problem {
   const TensorMap *a, *b, *c, *d, *u;
-  int n;
+  int n, rows;
 };
 
 // Rows of a residual stream that a norm stands behind.
@@ -70,6 +76,10 @@ struct Ring {
     if (first == STAGES) first = 0, phase ^= 1;
   }
 };
+
+RL_D u32 resident_tile(u32 smem, int group, int chunk) {
+  return smem + RESIDENTS + (group * RESIDENT + chunk / 3) * TILE_BYTES;
+}
 
 RL_D u32 c_tile(u32 smem, int group, int buffer) { return smem + C_TILES + (2 * group + buffer) * C_BYTES; }
 

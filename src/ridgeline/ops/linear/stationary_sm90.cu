@@ -1,5 +1,5 @@
-// D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a with B in registers: 16-bit operands, fp32 accumulators, K up to 512, any M
-// and N; rows of every matrix start at multiples of 16 bytes.
+// D = epilogue(A[M, K] · B[N, K]ᵀ) for sm_90a with B in registers: 16-bit operands, fp32 accumulators, K up to 768, any M
+// and N; rows of every matrix start at multiples of 16 bytes. Beyond K 512 a third of B stays in shared memory.
 //
 // Each of two consumer warpgroups holds 64 rows of B (output columns) for a whole segment as wgmma's left operand, and
 // walks down A, 64 rows at a time. Both read the same rows of A, so shared memory serves only those: half of what a
@@ -7,7 +7,7 @@
 // of them, so that a warpgroup does the epilogue of one tile while its products of the next run.
 //
 // Macros (see stationary.py):
-//   K_CHUNKS: ceil(K / 64), at most 8. LAPS: tiles of A in the ring. B_TRANSPOSED: B is given as [K, N].
+//   K_CHUNKS: ceil(K / 64), at most 12. LAPS: tiles of A in the ring. B_TRANSPOSED: B is given as [K, N].
 //   EPILOGUE: 0 D = acc (+ bias)   1 D = gelu(acc + bias), U = gelu'(acc + bias)   2 D = C + dropout(acc + bias)
 //             3 D = acc · C, with column sums of D
 //   HAS_BIAS, GELU_TANH and STORE_U (epilogue 1), DROPOUT (epilogue 2; a sample has at least 64 rows).
@@ -17,88 +17,8 @@
 //   STATS (epilogue 2): each row's sum and sum of squares over 64 columns of D are left beside it.
 //   NORM (epilogues 0 and 1): A is a residual stream, B is W', the bias b' in fp32, acc / σ + b' takes the place of acc + bias.
 //   SCALED (epilogue 3): D's rows times 1 / σ of a norm's rows, with column sums of D before that.
-#include "stationary_layout.cuh"
-
 #include "ridgeline/dropout.cuh"
-#include "slope_codes.cuh"
-#include "stationary_rows.cuh"
-
-// B of each warpgroup, then the segment's rows of A, all through one ring: a warp's work, one of whose lanes starts copies.
-RL_D void produce(const Problem& p, const int4* schedule, u32 smem, Barriers bar) {
-  Ring ring;
-  // A free slot takes `unit` of columns K: rows from `row` on, or where K goes down the rows, columns from there on.
-  const auto fill = [&](int unit, const TensorMap* map, int row, bool down) {
-    const int index = ring.first + unit;
-    barrier_wait(bar.empty(index), ring.phase ^ 1);
-    if (!elected()) return;
-    barrier_expect(bar.full(index), UNIT_BYTES);
-#pragma unroll
-    for (int part = 0; part < PER_UNIT; ++part) {
-      const int k = (unit * PER_UNIT + part) * 64;
-      copy_2d(smem + index * UNIT_BYTES + part * TILE_BYTES, map, down ? row : k, down ? k : row, bar.full(index));
-    }
-  };
-  for (Segment now = Segment{*schedule}.uniform(); now.valid(); now = Segment{*++schedule}.uniform()) {
-    for (int group = 0; group < GROUPS; ++group, ring.advance())
-      for (int unit = 0; unit < UNITS; ++unit) fill(unit, p.b, now.column(group), B_TRANSPOSED);
-#pragma unroll 1
-    for (int tile = 0; tile < now.count(); ++tile, ring.advance())
-      for (int unit = 0; unit < UNITS; ++unit) fill(unit, p.a, now.row(tile), false);
-  }
-}
-
-// Tiles of C, and what the epilogue has for each row: a warp's work.
-RL_D void produce_beside(const Problem& p, const Rows& rows, const int4* schedule, u32 smem, Barriers bar, int lane) {
-  int sent = 0;
-  RowScales next;
-  for (Segment now = Segment{*schedule}.uniform(); now.valid(); now = Segment{*++schedule}.uniform()) {
-    if (BY_ROW) next.load(rows, now.row(0), lane);
-#pragma unroll 1
-    for (int tile = 0; tile < now.count(); ++tile, ++sent) {
-      const int buffer = sent & 1;
-      const u32 before = (sent >> 1 & 1) ^ 1;
-#pragma unroll
-      for (int group = 0; READS_C && group < GROUPS; ++group) {
-        barrier_wait(bar.c_empty(group, buffer), before);
-        if (!elected()) continue;
-        barrier_expect(bar.c_full(group, buffer), C_BYTES);
-        const int x = now.column(group), y = now.row(tile);
-        copy_2d(c_tile(smem, group, buffer), p.c, CODED ? 0 : x, CODED ? code_line(x, y, p.n) : y, bar.c_full(group, buffer));
-      }
-      if (BY_ROW) {
-        const RowScales mine = next;
-        if (tile + 1 < now.count()) next.load(rows, now.row(tile + 1), lane);
-        barrier_wait(bar.rows_empty(buffer), before);
-        mine.store(smem + ROW_NUMBERS + buffer * ROW_NUMBERS_BYTES, lane);
-        sync_warp();
-        if (lane == 0) barrier_arrive(bar.rows_full(buffer));
-      }
-    }
-  }
-}
-
-// Sends a warpgroup's finished tiles to memory: one lane's work, or with STATS a warp's.
-RL_D void deliver(const Problem& p, const Rows& rows, const int4* schedule, u32 smem, Barriers bar, int group, int lane) {
-  int sent = 0;
-  for (Segment now{*schedule}; now.valid(); now = {*++schedule})
-    for (int tile = 0; tile < now.count(); ++tile, ++sent) {
-      const int buffer = sent & 1, column = now.column(group), row = now.row(tile);
-      barrier_wait(bar.staged(group, buffer), sent >> 1 & 1);
-      if (lane == 0) {
-        store_2d(p.d, staging(smem, group, buffer, 0), column, row);
-        if (BOTH)
-          store_2d(p.u, staging(smem, group, buffer, 1), CODED ? 0 : column, CODED ? code_line(column, row, p.n) : row);
-        store_commit();
-        store_wait_read<1>();
-        if (sent > 0) barrier_arrive(bar.vacant(group, buffer ^ 1));
-      }
-      if (STATS) {
-        sum_rows(rows, staging(smem, group, buffer, 0), column, row, p.n, lane);
-        sync_warp();
-      }
-    }
-  if (lane == 0) store_wait_read<0>();
-}
+#include "stationary_copies.cuh"
 
 // A descriptor from its low word; the high one is a constant.
 RL_D u64 operand(u32 low) { return static_cast<u64>(operand_k_major(0) >> 32) << 32 | low; }
@@ -120,7 +40,9 @@ struct Consumer {
   u32 matrix;          // where this lane's row of four 8 × 8 matrices lies in a tile of D, U or C: [tokens, columns]
   Ring ring;
   int sent = 0;        // tiles
-  u32 weights[4 * K_CHUNKS][4];
+  u32 zero = 0;        // which nobody knows
+  u32 segment = 0;     // its parity
+  u32 weights[4 * (K_CHUNKS - RESIDENT)][4];
   float bias[2], sums[2];
   u32 c[4];            // of two parts; with CODED of four, or what is written of four
   u32 code;            // where this lane's codes of the first half of rows lie in a tile
@@ -175,7 +97,9 @@ struct Consumer {
         if (owner == group)
 #pragma unroll
           for (int step = 0; step < 4 * PER_UNIT; ++step) {
-            u32(&fragment)[4] = weights[4 * PER_UNIT * unit + step];
+            const int chunk = unit * PER_UNIT + step / 4;
+            if (resident(chunk)) continue;
+            u32(&fragment)[4] = weights[4 * held(chunk) + step % 4];
             const u32 tile = smem + index * UNIT_BYTES + step / 4 * TILE_BYTES;
             const int row = lane & 7, k = step % 4;
             if (B_TRANSPOSED)
@@ -188,6 +112,7 @@ struct Consumer {
       }
       ring.advance();
     }
+    if (RESIDENT) barrier_wait(bar.b_full(group), segment);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int x = column + 16 * warp + (lane >> 2) + 8 * h;
@@ -197,6 +122,7 @@ struct Consumer {
     }
   }
 
+  static RL_D constexpr int held(int chunk) { return chunk - (RESIDENT ? chunk / 3 : 0); }  // of chunks in registers, which
   RL_D void load_scales(int j) {
     const uint2 v = load_shared_8(smem + ROW_NUMBERS + (sent & 1) * ROW_NUMBERS_BYTES + 32 * j + 8 * (lane & 3));
     scales[j & 1][0] = from_bits(v.x), scales[j & 1][1] = from_bits(v.y);
@@ -269,7 +195,7 @@ struct Consumer {
   template <bool OLD>
   RL_D void tile(float (&acc)[32], float (&old)[32], int column, int row) {
     const int first = ring.first;
-    const u32 start = static_cast<u32>(operand_k_major(smem)) + first * (UNIT_BYTES / 16);
+    const u32 start = static_cast<u32>(operand_k_major(smem)) + zero + first * (UNIT_BYTES / 16);
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
       barrier_wait(bar.full(first) + 8 * unit, ring.phase);
@@ -277,7 +203,7 @@ struct Consumer {
 #pragma unroll
       for (int step = 0; step < 4 * PER_UNIT; ++step) {
         const u32 low = start + unit * (UNIT_BYTES / 16) + step / 4 * (TILE_BYTES / 16) + 2 * (step % 4);
-        wgmma_registers<ROWS, 0>(acc, weights[4 * PER_UNIT * unit + step], operand(low), unit + step > 0);
+        product(acc, unit * PER_UNIT + step / 4, step % 4, low, unit + step > 0);
       }
       wgmma_commit();
       if (OLD && unit == 0) {  // what the epilogue reads
@@ -295,6 +221,18 @@ struct Consumer {
     }
     ring.advance();
     if (OLD) send();
+    // With one tile in the ring all operands lie where the last tile's did. Known, that would keep a register for each.
+    if (LAPS == 1) zero += static_cast<u32>(p.rows >> 31);
+  }
+  // acc += B · Aᵀ for 16 of K: step `k` of a chunk.
+  RL_D void product(float (&acc)[32], int chunk, int k, u32 a_low, bool accumulate) const {
+    if (resident(chunk)) {
+      const u32 tile = resident_tile(smem, group, chunk);
+      const u32 b = static_cast<u32>(B_TRANSPOSED ? operand_mn_major(tile, TILE_BYTES) : operand_k_major(tile)) + zero;
+      wgmma<ROWS, B_TRANSPOSED, 0>(acc, operand(b + k * (B_TRANSPOSED ? 128 : 2)), operand(a_low), accumulate);
+    } else {
+      wgmma_registers<ROWS, 0>(acc, weights[4 * held(chunk) + k], operand(a_low), accumulate);
+    }
   }
   RL_D void finish(float (&acc)[32], int column, int row) {
     wgmma_wait<0>();
@@ -332,6 +270,8 @@ struct Consumer {
       } else {
         finish(even, column, now.row(next - 1));
       }
+      if (RESIDENT && lane == 0) barrier_arrive(bar.b_empty(group));
+      segment ^= 1;
       if (EPILOGUE == 3) write_sums(partials + static_cast<i64>(now.sums_row()) * p.n, column);
     }
   }
@@ -345,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
                float2* shares, const float* rstd, const float* shift, int count) {
   const u32 smem = dynamic_smem();
   const Barriers bar{smem + BARRIERS};
-  const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n};
+  const Problem p{&map_a, &map_b, &map_c, &map_d, &map_u, n, count};
   const Rows rows{shares, rstd, shift, count};
   const int group = warp_uniform(threadIdx.x / 128) - 1, warp = warp_uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
@@ -361,6 +301,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
       barrier_init(bar.c_empty(0, i), 4);
       barrier_init(bar.staged(0, i), 4);
       barrier_init(bar.vacant(0, i), 1);
+    }
+    for (int i = 0; RESIDENT && i < GROUPS; ++i) {
+      barrier_init(bar.b_full(i), 1);
+      barrier_init(bar.b_empty(i), 4);
     }
     for (int i = 0; BY_ROW && i < 2; ++i) {
       barrier_init(bar.rows_full(i), 1);

@@ -145,7 +145,7 @@ struct Worker {
   }
   // S of a square, from R where there is one, and from it the probabilities, against a reference that suits them.
   RL_D void score(int i, int j, u32 tile) {
-    bool raise = j == i;
+    bool raise = RL_FP16 && j == i;  // where the limit is near, the largest score at once
     while (true) {
       if (RELATIVE) skewed(s, band, to_left, p.warp);
       wgmma_fence();
@@ -154,7 +154,10 @@ struct Worker {
       wgmma_wait<0>();
       wgmma_touch(s);
       if (j == i) mask_future(s, 0, p.warp, p.lane);
-      if (raise) raise_reference(x, o, s, scale);
+      if (raise)
+        raise_reference(x, o, s, scale);
+      else if (j == i)
+        refer_to_own(x, s, scale, p.warp, p.lane);
       if (exponentiate(pairs, s, x, scale, dropout_base(i, j, p.warp, p.lane, tiles), keys, bias, p.group)) break;
       raise = true;  // a later block's scores are larger by far: rare
     }

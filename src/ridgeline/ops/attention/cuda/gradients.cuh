@@ -68,7 +68,8 @@ struct Visits {
     if (next < a.heads_in_all) start(a, p, next, visit & 3);
   }
 };
-// The bias gradient of the joint projection: columns of dQ, then dK, then dV.
+// The bias gradient of the joint projection: columns of dQ, then dK, then dV. Those of dK are none: of each query the gradients of
+// its scores add up to nothing.
 RL_D float* column_sums(const Arguments& a, const Place& p, int column) {
   const int groups = a.heads / a.heads_per_group;
   return a.column_sums + static_cast<i64>(4 * blockIdx.x + p.warp) * ((a.heads + 2 * groups) * D) + column * D;
@@ -78,7 +79,6 @@ RL_D void store_key_rows(const Arguments& a, const Place& p, Head head, int j, f
   const float kept = a.kept, scale = a.gradient_scale;
 #if RL_COLUMN_SUMS
   const int group = head.index / a.heads_per_group, groups = a.heads / a.heads_per_group;
-  add_column_sums(column_sums(a, p, a.heads + group), dk, scale, p.lane);
   add_column_sums(column_sums(a, p, a.heads + groups + group), dv, kept, p.lane);
 #endif
 #if RL_GROUPED == 1  // a second kernel sums them

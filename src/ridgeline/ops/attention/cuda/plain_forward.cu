@@ -43,17 +43,12 @@ RL_D void exponentiate(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float
   x.sum[0] += sum[0], x.sum[1] += sum[1];
 }
 
-// A query block's first square, the one on the diagonal, of whose columns the rows of warp WARP see 16 (WARP + 1) at most. A
-// row's reference is its score of its own key, which is there in one lane of four.
+// A query block's first square, the one on the diagonal, of whose columns the rows of warp WARP see 16 (WARP + 1) at most.
 template <int WARP>
 RL_D void exponentiate_seen(u32 (&pairs)[16], const float (&s)[32], Softmax& x, float scale, int lane) {
   const int row = lane >> 2, column = 2 * (lane & 3);  // of the two tiles of 8 × 8 that the diagonal goes through
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int at = 4 * (2 * WARP + h) + 2 * h;
-    const u32 own = shuffle(as_bits(lane & 4 ? s[at + 1] : s[at]), (lane & 28) | lane >> 3);
-    x.reference[h] = from_bits(own) * scale, x.sum[h] = 0.f;
-  }
+  refer_to_own(x, s, scale, WARP, lane);
+  x.sum[0] = x.sum[1] = 0.f;
   float nothing;  // for ptxas no constant: it would be there too early, while a product reads what was there before
 #pragma unroll
   for (int n = 0; n < 8; ++n)
