@@ -28,7 +28,7 @@ from ridgeline.ops.mlp.kernels import JoinGradient
 
 OUT = Path(os.environ.get("OUT", "/tmp"))
 SOURCE, MACROS = many.MLP_SOURCE, many.mlp_macros
-FORMS = {"one": {}, "one, two fences": {"SENT": 2}}
+FORMS = {"one": {}}
 PARTS = ("check", "stress", "clocks")
 CONSUMER = {
     0: "set-up",

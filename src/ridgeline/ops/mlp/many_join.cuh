@@ -5,9 +5,6 @@
 #pragma once
 #include "many.cuh"
 
-#ifndef SENT
-#define SENT 1
-#endif
 constexpr int KINDS = 1 + NORM_BIAS;  // of column sums
 
 // A warp's 16 whole rows in an area of 64: where this lane finds four 8 × 8 matrices, of columns 8 j … 8 j + 15 (j even).
@@ -17,16 +14,15 @@ struct Lines {
   RL_D Lines(u32 area, const Place& me)
       : start(area + me.warp * 2048), base(start + (me.lane % 16) * 128), turn((me.lane / 16 ^ me.lane % 8) << 4) {}
   RL_D u32 at(int j) const { return base + j / 8 * PANEL_BYTES + ((j % 8 * 16) ^ turn); }
-  // COUNT times 64 columns of the rows leave by `store(from, column)`, the ones that end with matrices 2 (j % 2), all written
-  // before by the whole warp.
-  template <int COUNT = 1, class Store>
+  // 64 columns of the rows leave by `store(from, column)`, the ones that end with matrices 2 (j % 2), all written before by
+  // the whole warp.
+  template <class Store>
   RL_D void send(int j, const Place& me, Store store) const {
-    if (j % (8 * COUNT) != 8 * COUNT - 2) return;
+    if (j % 8 != 6) return;
     fence_async();
     sync_warp();
     if (me.lane == 0) {
-#pragma unroll
-      for (int panel = j / 8 - COUNT + 1; panel <= j / 8; ++panel) store(start + panel * PANEL_BYTES, panel * 64);
+      store(start + j / 8 * PANEL_BYTES, j / 8 * 64);
       store_commit();
     }
   }
@@ -162,6 +158,6 @@ RL_D void finish_rows(const float (&acc)[WIDTH / 2], const Line& line, const Sta
       out[i] = pack_pair(v[0], v[1]);
     }
     store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
-    held.send<ADDED ? SENT : 1>(j, me, store);
+    held.send(j, me, store);
   }
 }

@@ -197,10 +197,10 @@ RL_D void join(float (&dh)[WIDTH / 2], float (&da)[32], Statistics& statistics, 
   w.wait(other);  // a slot whose rows are the other warpgroup's is free as soon as they have come
   w.release(other, me);
   const auto store = [&](u32 from, int column) { store_sixteen(p.dr, from, column, w.row, here); };
-  finish_rows<true, 0, SENT == 2 ? 16 : 24>(dh, line, statistics, lines, added, here, store);
+  finish_rows<true, 0, 24>(dh, line, statistics, lines, added, here, store);
   w.use += 2;
   begin(da, !last, w.use, w, me);
-  finish_rows<true, SENT == 2 ? 16 : 24, 32>(dh, line, statistics, lines, added, here, store);
+  finish_rows<true, 24, 32>(dh, line, statistics, lines, added, here, store);
   const int row = static_cast<int>(afresh(blockIdx.x * 8 + 4 * me.group + me.warp));
   add_sums(p.partials + row * p.stride, round == 0, w.panel, here);  // behind the fences, which wait for stores
 }
