@@ -1,0 +1,78 @@
+"""An MLP's forward pass with the join behind it, for many rows of width 256: launching forward_many.cu.
+
+What two kernels did, up with GELU (ops/linear/stationary) and down with its join (many.py), without reading the hidden
+layer in between.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops import _cuda as cuda
+from ridgeline.ops.activation.reference import GeluKind
+from ridgeline.ops.linear.codes import is_coded
+from ridgeline.ops.mlp.kernels import Join
+from ridgeline.ops.mlp.many import TILE_ROWS, WIDTH, blocks
+
+SOURCE = Path(__file__).parent / "forward_many.cu"
+THREADS = 512
+CHUNK = 64  # inner columns at a time
+UP_REGISTERS = 168
+SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 192  # as in the kernel
+KIND = "MMMMMMMPPPPPPPfii"
+
+
+def macros(*, rms: bool, norm_bias: bool, up_bias: bool, branch_bias: bool, gelu: GeluKind) -> dict[str, int]:
+    """What the compiler is asked for."""
+    return {
+        "RMS": int(rms),
+        "NORM_BIAS": int(norm_bias),
+        "UP_BIAS": int(up_bias),
+        "BRANCH_BIAS": int(branch_bias),
+        "GELU_TANH": int(gelu == "tanh"),
+        "UP_REGISTERS": UP_REGISTERS,
+    }
+
+
+def mlp_many_forward_raw(
+    h_NC: Tensor, up_FC: Tensor, up_bias_F: Tensor | None, down_CF: Tensor, codes: Tensor, a_NF: Tensor, join: Join,
+    *, gelu: GeluKind,
+) -> None:  # fmt: skip
+    """u = h Wupᵀ + b, a = gelu(u), z = a Wdownᵀ, then the join (which adds the bias).
+
+    Args:
+        h_NC, up_FC, up_bias_F, down_CF: bf16; C is 256, F a multiple of 8.
+        codes: written: GELU's derivative (ops/linear/codes). `a_NF`: written.
+        join: with a residual, and no dropout.
+        gelu: "exact" or "tanh".
+
+    Raises:
+        ValueError: slopes in 16 bits, or a join that the kernel does not know.
+    """
+    if h_NC.dtype != torch.bfloat16 or not is_coded(codes):
+        raise ValueError("the MLP's kernel for many rows takes bf16 and leaves GELU's derivative in codes")
+    if join.masks is not None or join.residual_NC is None:
+        raise ValueError("the MLP's kernel for many rows takes a join with a residual and without dropout")
+    defines = macros(
+        rms=join.kind == "rmsnorm", norm_bias=join.bias_C is not None, up_bias=up_bias_F is not None,
+        branch_bias=join.branch_bias_C is not None, gelu=gelu,
+    )  # fmt: skip
+    arguments = (
+        *maps(h_NC, up_FC, down_CF, a_NF, join.residual_NC, join.r_NC, join.h_NC), up_bias_F, codes, join.weight_C,
+        join.bias_C, join.branch_bias_C, join.mean_N, join.rstd_N, join.eps, len(h_NC), len(up_FC),
+    )  # fmt: skip
+    kernel = cuda.load(SOURCE, defines).kernel("forward_many", KIND, patient=True)
+    kernel.launch((blocks(len(h_NC), h_NC.device),), THREADS, SMEM, arguments)
+
+
+BOXES = ((TILE_ROWS, 64), (64, 64), (128, 32), (TILE_ROWS, 64), (TILE_ROWS, 64), (16, 64), (16, 64))
+
+
+def maps(*matrices: Tensor) -> tuple[bytes, ...]:
+    """The copy engine's maps of h, up's and down's weights, a, the residual, r and the next h."""
+    return tuple(
+        cuda.tensor_map(matrix, box, 2 * box[1]) for matrix, box in zip(matrices, BOXES, strict=True)
+    )
