@@ -227,15 +227,11 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
     const int quarter = me.lane / 8;
     Upward up_half{smem, bar, Ring(smem, bar, false, me.rank), up_bias, codes + WARP_CODES * me.warp + 16 * me.lane, inner, rows, me,
                    smem + HIDDEN + swizzle128(me.lane % 8 + 8 * (quarter / 2), 2 * me.warp + quarter % 2)};
-#ifndef NO_UP
     up_half.run(Cursor(rows, chunks, me.rank));
-#endif
   } else {
     registers_up<(512 - 24 - UP_REGISTERS) / 2>();
     Downward down_half{&r, &normed, mean, rstd, eps, rows, chunks, smem, vectors, bar, Ring(smem, bar, true, me.rank), me};
-#ifndef NO_DOWN
     down_half.run();
-#endif
   }
   sync_warp();
   cluster_leave();

@@ -28,7 +28,7 @@ struct Upward {
   u32 matrix;  // where this lane's row of four 8 × 8 matrices lies in the hidden layer's slot
   float shift[2];  // its bias
   int made = 0;  // chunks of the hidden layer
-  u32 code[ROWS / 8];
+  u32 code[8];  // of half a chunk
 
   RL_D void load_bias(int chunk) {
 #pragma unroll
@@ -38,8 +38,8 @@ struct Upward {
     }
   }
 
-  // 16 rows, 8 j and on, of the chunk before: j even.
-  RL_D void activate_rows(const float (&old)[ROWS / 2], int j) {
+  // 16 rows, 8 j and on, of the chunk before: j even. Their codes are the half's `place` and the next.
+  RL_D void activate_rows(const float (&old)[ROWS / 2], int j, int place) {
     u32 out[4], slope[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -48,38 +48,44 @@ struct Upward {
       out[i] = pack_pair(v0, v1);
     }
     store_matrices_transposed(matrix + (made & 1) * PANEL_BYTES + j * 1024, out[0], out[1], out[2], out[3]);
-    code[j] = encode_slopes(slope[0], slope[1]);
-    code[j + 1] = encode_slopes(slope[2], slope[3]);
+    code[place] = encode_slopes(slope[0], slope[1]);
+    code[place + 1] = encode_slopes(slope[2], slope[3]);
   }
 
-  // Half of the chunk before.
+  // Half of the chunk before, in whose tile `row` is the first: 64 rows.
   RL_D void activate_half(const float (&old)[ROWS / 2], int half) {
     if (half == 0) barrier_wait(bar.hidden_empty(made & 1), (made >> 1 & 1) ^ 1);
 #pragma unroll
-    for (int j = 8 * half; j < 8 * half + 8; j += 2) activate_rows(old, j);
+    for (int j = 0; j < 8; j += 2) activate_rows(old, 8 * half + j, j);
   }
-
-  // The chunk before is whole. The fence would wait for the codes, too, if they were on their way already.
-  RL_D void send(const Cursor& before) {
+  RL_D void store_codes(int chunk, int row) const {
+    if (row >= rows) return;
+    u8* place = codes + 128 * static_cast<i64>(code_line(CHUNK * chunk, row, inner));
+#pragma unroll
+    for (int part = 0; part < 2; ++part)
+      *reinterpret_cast<uint4*>(place + part * HALF_CODES) =
+          uint4{code[4 * part], code[4 * part + 1], code[4 * part + 2], code[4 * part + 3]};
+  }
+  // The chunk before is there for others. The fence waits for codes that are on their way: the last ones go behind it.
+  RL_D void give() {
     fence_async();
     sync_warp();
     if (me.lane == 0) barrier_arrive(bar.hidden_full(made & 1));
     ++made;
-    const int row = before.tiles.row();
-    if (row >= rows) return;
-#pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const i64 line = code_line(CHUNK * before.chunk, row + 64 * (part / 2), inner) + HALF_CODES / 128 * (part % 2);
-      *reinterpret_cast<uint4*>(codes + 128 * line) =
-          uint4{code[4 * part], code[4 * part + 1], code[4 * part + 2], code[4 * part + 3]};
-    }
+  }
+  RL_D void activate_chunk(const float (&old)[ROWS / 2], int half, int chunk, int row) {
+    if (half == 0) load_bias(chunk);
+    activate_half(old, half);
+    if (half == 1) give();
+    store_codes(chunk, row + 64 * half);
   }
 
   // Half of the width's products, begun.
   RL_D void multiply(float (&acc)[ROWS / 2], const Cursor& now, int half) {
     ring.wait();
     if (now.chunk == 0) barrier_wait(bar.h_full(half), now.tiles.round & 1);
-    const u64 a = operand_k_major(ring.address()), b = operand_k_major(smem + H + 2 * half * PANEL_BYTES);
+    // Reckoned anew: sixteen operands that never change would take registers, not instructions.
+    const u64 a = operand_k_major(ring.address()), b = operand_k_major(warp_uniform(smem) + H + 2 * half * PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 8; ++step)  // an operand's address is in units of 16 bytes
@@ -98,36 +104,33 @@ struct Upward {
 
   // Products of a chunk into `acc`, and meanwhile what is left to do of the chunk before (if OLD).
   template <bool OLD>
-  RL_D void chunk(float (&acc)[ROWS / 2], const float (&old)[ROWS / 2], const Cursor& now, const Cursor& before) {
+  RL_D void chunk(float (&acc)[ROWS / 2], const float (&old)[ROWS / 2], const Cursor& now, int before, int row) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       multiply(acc, now, half);
-      if (OLD) activate_half(old, half);
-      if (OLD && half == 1) send(before);
-      if (half == 1) load_bias(now.chunk);
+      if (OLD) activate_chunk(old, half, before, row);
       release(now, half);
     }
     wgmma_touch(acc);
   }
-  RL_D void finish(const float (&old)[ROWS / 2], const Cursor& before) {
-    activate_half(old, 0);
-    activate_half(old, 1);
-    send(before);
+  RL_D void finish(const float (&old)[ROWS / 2], int before, int row) {
+    activate_chunk(old, 0, before, row);
+    activate_chunk(old, 1, before, row);
   }
 
   RL_D void run(Cursor now) {
     float even[ROWS / 2], odd[ROWS / 2];
     if (!now.tiles.valid()) return;
-    chunk<false>(even, odd, now, now);
+    chunk<false>(even, odd, now, 0, 0);
     while (true) {
-      Cursor before = now;
+      int before = now.chunk, row = now.tiles.row();
       now.advance();
-      if (!now.tiles.valid()) return finish(even, before);
-      chunk<true>(odd, even, now, before);
-      before = now;
+      if (!now.tiles.valid()) return finish(even, before, row);
+      chunk<true>(odd, even, now, before, row);
+      before = now.chunk, row = now.tiles.row();
       now.advance();
-      if (!now.tiles.valid()) return finish(odd, before);
-      chunk<true>(even, odd, now, before);
+      if (!now.tiles.valid()) return finish(odd, before, row);
+      chunk<true>(even, odd, now, before, row);
     }
   }
 };
