@@ -1,4 +1,4 @@
-"""The MLP's forward pass for many rows (ops/mlp/forward_many.cu): the whole kernel on the host, compilation, the card."""
+"""The MLP's forward pass for many rows (ops/mlp/forward_many.cu): the kernel on the host, compilation, the card."""
 
 import ctypes
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from ops.product_cases import decoded, slopes_are
@@ -19,8 +18,8 @@ from ridgeline.ops.mlp.kernels import Join
 SOURCE = """#include "forward_many.cu"
 extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, int grid, int seed, int late) {
   auto kernel = [=] {
-    forward_many(m[0], m[1], m[2], m[3], m[4], m[5], m[6], (const u16*)p[0], (u8*)p[1], (const u16*)p[2], (const u16*)p[3],
-                 (const u16*)p[4], (float*)p[5], (float*)p[6], 1e-5f, n[0], n[1]);
+    forward_many(m[0], m[1], m[2], m[3], m[4], m[5], m[6], (const u16*)p[0], (u8*)p[1], (const u16*)p[2],
+                 (const u16*)p[3], (const u16*)p[4], (float*)p[5], (float*)p[6], 1e-5f, n[0], n[1]);
   };
   return emulation::launch(grid, 512, seed, late, kernel, 2);
 }

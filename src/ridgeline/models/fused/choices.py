@@ -13,6 +13,7 @@ from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
+from ridgeline.ops.mlp import forward_many
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 FEW_TOKENS = 32768  # rows up to which a backward kernel leaves room for another
@@ -39,7 +40,7 @@ class Choices:
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
         joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
-            "qkv".
+            "qkv"; and "mlp", the products up and down with all between them (ops/mlp/forward_many).
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS),
             "cuda" (in fp32, by the tensor cores in fp64), "residual" (and the residual written by down).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
@@ -97,7 +98,7 @@ def settle(choices: Choices, plan: StoragePlan) -> Choices:
     """
     if plan.activation:
         return choices
-    choices = replace(choices, rows=choices.rows - {"mlp"})
+    choices = replace(choices, rows=choices.rows - {"mlp"}, joined=choices.joined - {"mlp"})
     return replace(choices, mlp="torch", folded=False) if plan.preactivation else choices
 
 
@@ -117,18 +118,20 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow and B * T <= WAVE_TOKENS, narrow and B * T > MANY_TOKENS
     doubles = hopper and dtype == torch.float32
+    coded = hopper and dtype == torch.bfloat16
+    joined = JOINED | {"mlp"} if coded and config.hidden >= forward_many.LEAST_INNER else JOINED
     streams = "cuda" if config.dropout else "residual"  # in fp32: dropout would be a pass of its own
     in_registers = hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K
     out = streams if doubles else _projection(in_registers, few)
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
-        coded=hopper and dtype == torch.bfloat16,
+        coded=coded,
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
         folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
-        joined=JOINED if many and config.width == JOINED_WIDTH and not config.dropout else frozenset(),
+        joined=joined if many and config.width == JOINED_WIDTH and not config.dropout else frozenset(),
         rest=streams if doubles else "torch",
         grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,

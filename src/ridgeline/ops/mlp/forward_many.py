@@ -20,6 +20,7 @@ from ridgeline.ops.mlp.many import TILE_ROWS, WIDTH, blocks
 SOURCE = Path(__file__).parent / "forward_many.cu"
 THREADS = 512
 CHUNK = 64  # inner columns at a time
+LEAST_INNER = CHUNK + 1  # two chunks: the first one of a tile is made while its last one waits for rows
 UP_REGISTERS = 168
 SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 192  # as in the kernel
 KIND = "MMMMMMMPPPPPPPfii"
@@ -44,14 +45,16 @@ def mlp_many_forward_raw(
     """u = h Wupᵀ + b, a = gelu(u), z = a Wdownᵀ, then the join (which adds the bias).
 
     Args:
-        h_NC, up_FC, up_bias_F, down_CF: bf16; C is 256, F a multiple of 8.
+        h_NC, up_FC, up_bias_F, down_CF: bf16; C is 256, F a multiple of 8, at least `LEAST_INNER`.
         codes: written: GELU's derivative (ops/linear/codes). `a_NF`: written.
         join: with a residual, and no dropout.
         gelu: "exact" or "tanh".
 
     Raises:
-        ValueError: slopes in 16 bits, or a join that the kernel does not know.
+        ValueError: slopes in 16 bits, an F below, or a join that the kernel does not know.
     """
+    if len(up_FC) < LEAST_INNER:
+        raise ValueError(f"the MLP's kernel for many rows takes at least {LEAST_INNER} inner columns, got {len(up_FC)}")
     if h_NC.dtype != torch.bfloat16 or not is_coded(codes):
         raise ValueError("the MLP's kernel for many rows takes bf16 and leaves GELU's derivative in codes")
     if join.masks is not None or join.residual_NC is None:
@@ -73,6 +76,4 @@ BOXES = ((TILE_ROWS, 64), (64, 64), (128, 32), (TILE_ROWS, 64), (TILE_ROWS, 64),
 
 def maps(*matrices: Tensor) -> tuple[bytes, ...]:
     """The copy engine's maps of h, up's and down's weights, a, the residual, r and the next h."""
-    return tuple(
-        cuda.tensor_map(matrix, box, 2 * box[1]) for matrix, box in zip(matrices, BOXES, strict=True)
-    )
+    return tuple(cuda.tensor_map(matrix, box, 2 * box[1]) for matrix, box in zip(matrices, BOXES, strict=True))
