@@ -34,6 +34,7 @@ PROBES = {  # name: file, what is there, what a kernel that lacks it has
     "whole": [],
     "without GELU": [("forward_many_up.cuh", ACTIVATE, "slope[i] = half_pair(v0, v1);")],
     "without codes": [("forward_many_up.cuh", "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
+    "without rows ahead": [("forward_many.cuh", "bool AHEAD = true", "bool AHEAD = false")],
     "without a": [
         ("forward_many.cuh", "      store_2d(map, smem + HIDDEN", "      if (rows < 0) store_2d(map, smem + HIDDEN")
     ],

@@ -18,8 +18,8 @@ from ridgeline.ops.mlp.kernels import Join
 SOURCE = """#include "forward_many.cu"
 extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, int grid, int seed, int late) {
   auto kernel = [=] {
-    forward_many(m[0], m[1], m[2], m[3], m[4], m[5], m[6], (const u16*)p[0], (u8*)p[1], (const u16*)p[2],
-                 (const u16*)p[3], (const u16*)p[4], (float*)p[5], (float*)p[6], 1e-5f, n[0], n[1]);
+    forward_many(m[0], m[1], m[2], m[3], m[4], m[5], m[6], (const u16*)p[0], (const u16*)p[1], (u8*)p[2],
+                 (const u16*)p[3], (const u16*)p[4], (const u16*)p[5], (float*)p[6], (float*)p[7], 1e-5f, n[0], n[1]);
   };
   return emulation::launch(grid, 512, seed, late, kernel, 2);
 }
@@ -72,8 +72,8 @@ def test_the_kernel_matches_float64(emulation: Any, N: int, F: int, rms: bool, g
     tensors = [case.h, case.up, case.down, case.a, case.residual, case.r, case.next_h]
     maps = emulation.maps(*zip(tensors, forward_many.BOXES, strict=True))
     maps[2].swizzle = 64
-    pointers = [case.up_bias, case.codes, case.scale, case.shift, case.bias, case.mean, case.rstd]
-    addresses = (ctypes.c_void_p * 7)(*[None if x is None else x.data_ptr() for x in pointers])
+    pointers = [case.h, case.up_bias, case.codes, case.scale, case.shift, case.bias, case.mean, case.rstd]
+    addresses = (ctypes.c_void_p * 8)(*[None if x is None else x.data_ptr() for x in pointers])
     kernel = emulation.compile(SOURCE, case.macros(gelu), forward_many.SOURCE.parent)
     assert kernel(maps, addresses, (ctypes.c_int * 2)(N, F), 2, 3 + late, int(late)) is None
     case.check(gelu)

@@ -19,6 +19,7 @@ RL_D uint4 load_here(const void* pointer) {
 RL_D void prefetch_bytes(const void* pointer, u32 bytes) {  // into L2; both at multiples of 16
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
 }
+RL_D void prefetch_line(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory"); }
 RL_D float reciprocal_root(float x) {
   float y;
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -200,7 +200,7 @@ RL_D void copy_vectors(u32 vectors, const u16* weight, const u16* shift, const u
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
     forward_many(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap down,
                  const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap residual,
-                 const __grid_constant__ TensorMap r, const __grid_constant__ TensorMap normed, const u16* up_bias, u8* codes,
+                 const __grid_constant__ TensorMap r, const __grid_constant__ TensorMap normed, const u16* matrix, const u16* up_bias, u8* codes,
                  const u16* weight, const u16* shift, const u16* bias, float* mean, float* rstd, float eps, int rows, int inner) {
   const u32 smem = dynamic_smem(), vectors = smem + VECTORS;
   const Barriers bar{smem + BARRIERS};
@@ -220,7 +220,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
     registers_down<24>();
     if (me.warp == 0) produce_up(&up, rows, chunks, Ring(smem, bar, false, me.rank), me.rank);
     if (me.warp == 1) produce_down(&down, rows, chunks, Ring(smem, bar, true, me.rank), me.rank);
-    if (me.warp == 2) produce_rows(&h, &residual, rows, smem, bar, me.rank);
+    if (me.warp == 2) produce_rows(&h, matrix, &residual, rows, smem, bar, me);
     if (me.warp == 3) deliver(&a, rows, chunks, smem, bar, me.rank);
   } else if (me.group == 0) {
     registers_up<UP_REGISTERS>();

@@ -6,6 +6,7 @@
 
 using namespace rl;
 
+constexpr bool AHEAD = true;  // rows of h come into L2 before they can come into shared memory
 constexpr int WIDTH = 256, ROWS = 128, CHUNK = 64;                     // of a block's tile; inner columns at a time
 constexpr int PANEL_BYTES = ROWS * 128, GROUP_BYTES = PANEL_BYTES / 2;  // 64 columns of all rows, of a warpgroup's 64
 constexpr int PIECE_BYTES = 64 * WIDTH, SLOTS = 3;                      // half a chunk of up's weights or of down's
@@ -101,9 +102,17 @@ RL_D void produce_down(const TensorMap* map, int rows, int chunks, const Ring& r
   });
 }
 
+// Rows of h of a tile come into L2 by ordinary instructions, which stand in nobody's way as the copy engine's would.
+RL_D void prefetch_rows(const u16* h, int row, int rows, int lane) {
+#pragma unroll 1
+  for (int here = row + lane / 4; here < row + ROWS && here < rows; here += 8)
+    prefetch_line(h + static_cast<i64>(here) * WIDTH + lane % 4 * 64);
+}
+
 // Rows of h, in halves of the width, and of the residual, 64 columns at a time through two slots.
-RL_D void produce_rows(const TensorMap* h, const TensorMap* residual, int rows, u32 smem, Barriers bar, u32 rank) {
-  for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance()) {
+RL_D void produce_rows(const TensorMap* h, const u16* matrix, const TensorMap* residual, int rows, u32 smem, Barriers bar,
+                       const Place& me) {
+  for (Tiles tiles(rows, me.rank); tiles.valid();) {
     for (int half = 0; half < 2; ++half) {
       barrier_wait(bar.h_empty(half), (tiles.round & 1) ^ 1);
       if (!elected()) continue;
@@ -119,6 +128,8 @@ RL_D void produce_rows(const TensorMap* h, const TensorMap* residual, int rows, 
       barrier_expect(bar.stream_full(slot), PANEL_BYTES);
       copy_2d(smem + STREAM + slot * PANEL_BYTES, residual, 64 * panel, tiles.row(), bar.stream_full(slot));
     }
+    tiles.advance();
+    if (AHEAD && tiles.valid()) prefetch_rows(matrix, tiles.row(), rows, me.lane);
   }
 }
 

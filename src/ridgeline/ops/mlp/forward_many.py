@@ -23,7 +23,7 @@ CHUNK = 64  # inner columns at a time
 LEAST_INNER = CHUNK + 1  # two chunks: the first one of a tile is made while its last one waits for rows
 UP_REGISTERS = 168
 SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 192  # as in the kernel
-KIND = "MMMMMMMPPPPPPPfii"
+KIND = "MMMMMMMPPPPPPPPfii"
 
 
 def macros(*, rms: bool, norm_bias: bool, up_bias: bool, branch_bias: bool, gelu: GeluKind) -> dict[str, int]:
@@ -64,8 +64,8 @@ def mlp_many_forward_raw(
         branch_bias=join.branch_bias_C is not None, gelu=gelu,
     )  # fmt: skip
     arguments = (
-        *maps(h_NC, up_FC, down_CF, a_NF, join.residual_NC, join.r_NC, join.h_NC), up_bias_F, codes, join.weight_C,
-        join.bias_C, join.branch_bias_C, join.mean_N, join.rstd_N, join.eps, len(h_NC), len(up_FC),
+        *maps(h_NC, up_FC, down_CF, a_NF, join.residual_NC, join.r_NC, join.h_NC), h_NC, up_bias_F, codes,
+        join.weight_C, join.bias_C, join.branch_bias_C, join.mean_N, join.rstd_N, join.eps, len(h_NC), len(up_FC),
     )  # fmt: skip
     kernel = cuda.load(SOURCE, defines).kernel("forward_many", KIND, patient=True)
     kernel.launch((blocks(len(h_NC), h_NC.device),), THREADS, SMEM, arguments)
