@@ -1,6 +1,6 @@
 """Where the cycles of the MLP's forward kernel for many rows go: a copy of it with clocks in its warps.
 
-PYTHONPATH=src:dev/gpu OUT=out python dev/gpu/forward_many_trace.py [gpt2-c256-512] [fast-c256-512]     (8 s each)
+PYTHONPATH=src:dev/gpu python dev/gpu/forward_many_trace.py SECONDS [gpt2-c256-512] [fast-c256-512]     (8 s each)
                                                               ... build                               (no card: compiles)
 
 Cycles per tile of 128 rows, of one warp of each warpgroup and of the four warps that copy, over all blocks.
@@ -10,7 +10,7 @@ import sys
 
 import torch
 from fused_gpu import captured, interleaved
-from forward_many_gpu import Trial, sources
+from forward_many_gpu import Trial, ends_in, sources
 
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.mlp import forward_many
@@ -138,4 +138,5 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["build"]:
         build()
     else:
-        main(sys.argv[1:] or ["gpt2-c256-512", "fast-c256-512"])
+        ends_in(float(sys.argv[1]))
+        main(sys.argv[2:] or ["gpt2-c256-512", "fast-c256-512"])
