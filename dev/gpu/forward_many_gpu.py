@@ -30,19 +30,37 @@ from ridgeline.ops.mlp.kernels import Join
 
 N, EPS, OUT = 131072, 1e-5, os.environ.get("OUT", "/tmp")
 END = time.time() + 3600
-ACTIVATE = "slope[i] = activate<GELU_TANH, true>(v0, v1);"
-PROBES = {  # name: file, what is there, what a kernel that lacks it has
+ACTIVATE, SOURCE = "slope[i] = activate<GELU_TANH, true>(v0, v1);", forward_many.SOURCE
+PIECES = forward_many.DOWN_PIECES
+LAYOUT, UP, MAIN = "forward_many.cuh", "forward_many_up.cuh", "forward_many.cu"
+OWN = [  # each block fetches all of its weights
+    (LAYOUT, "barrier_init(empty(i), 2 * warps);", "barrier_init(empty(i), warps);"),
+    (LAYOUT, "    remote_arrive(empty(which), peer);\n", ""),
+    (LAYOUT, "      if (piece % 2 == static_cast<int>(rank)) copy(", "      copy("),
+    (LAYOUT, "copy_2d_both(target, map, 64 * piece", "copy_2d(target, map, 64 * piece"),
+    (LAYOUT, "copy_2d_both(target, map, column + piece", "copy_2d(target, map, column + piece"),
+]
+NO_GELU = (UP, ACTIVATE, "slope[i] = half_pair(v0, v1);")
+LITTLE_UP = (UP, "step < 4; ++step", "step < 1; ++step")
+LITTLE_DOWN = (MAIN, "step < 8 / DOWN_PIECES; ++step", "step < 1; ++step")
+PROBES = {  # name: changes; the first five are right; "wide": down's weights in pieces of 16 KB
     "whole": [],
-    "without GELU": [("forward_many_up.cuh", ACTIVATE, "slope[i] = half_pair(v0, v1);")],
-    "without codes": [("forward_many_up.cuh", "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
-    "without rows ahead": [("forward_many.cuh", "bool AHEAD = true", "bool AHEAD = false")],
-    "without a": [
-        ("forward_many.cuh", "      store_2d(map, smem + HIDDEN", "      if (rows < 0) store_2d(map, smem + HIDDEN")
-    ],
-    "with a quarter of up's products": [("forward_many_up.cuh", "step < 8; ++step", "step < 2; ++step")],
-    "with half of down's products": [("forward_many.cu", "step < 2; ++step", "step < 1; ++step")],
-    "last rows first": [("forward_many.cuh", "(2 * pair + rank) * ROWS", "(2 * (pairs - 1 - pair) + rank) * ROWS")],
-}
+    "wide": [],
+    "own": OWN,
+    "own, wide": OWN,
+    "last rows first": [(LAYOUT, "(2 * pair + rank) * ROWS", "(2 * (pairs - 1 - pair) + rank) * ROWS")],
+    "without GELU": [NO_GELU],
+    "without codes": [(UP, "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
+    "without rows ahead": [(LAYOUT, "bool AHEAD = true", "bool AHEAD = false")],
+    "without a": [(LAYOUT, "      store_2d(map, smem + HIDDEN", "      if (rows < 0) store_2d(map, smem + HIDDEN")],
+    "little up": [LITTLE_UP],
+    "little down": [LITTLE_DOWN],
+    "little of all": [NO_GELU, LITTLE_UP, LITTLE_DOWN],
+    "own, without GELU": [*OWN, NO_GELU],
+    "own, little of all": [*OWN, NO_GELU, LITTLE_UP, LITTLE_DOWN],
+}  # fmt: skip
+
+RIGHT = tuple(PROBES)[:5]
 
 
 class Trial:
@@ -200,24 +218,34 @@ def sources(changes):
     """The kernel in a folder of its own, changed."""
     folder = Path(tempfile.mkdtemp(prefix="forward_many")) / "ops"
     for part in ("mlp", "linear"):
-        shutil.copytree(forward_many.SOURCE.parents[1] / part, folder / part)
+        shutil.copytree(SOURCE.parents[1] / part, folder / part)
     for file, there, instead in changes:
         path = folder / "mlp" / file
         text = path.read_text()
         assert text.count(there) == 1, there
         path.write_text(text.replace(there, instead))
-    return folder / "mlp" / forward_many.SOURCE.name
+    return folder / "mlp" / SOURCE.name
+
+
+def pieces(key):
+    return 2 if "wide" in key else PIECES
 
 
 def probes(names):
-    real, told = forward_many.SOURCE, {}
+    told = {}
     compile_only(names)
     for name in names:
         trial, graphs = Trial(name), {}
+        trial.two()
         for key, changes in PROBES.items():
             forward_many.SOURCE = sources(changes)
+            forward_many.DOWN_PIECES = pieces(key)
             graphs[key] = captured(trial.one)
-        forward_many.SOURCE = real
+            if key in RIGHT:
+                trial.one()
+                same = all(trial.results["one"][k].equal(trial.results["two"][k]) for k in ("a", "codes", "r", "h"))
+                print(f"{name} {key}: {'right' if same else 'WRONG'}", flush=True)
+        forward_many.SOURCE, forward_many.DOWN_PIECES = SOURCE, PIECES
         told[name] = interleaved(graphs, 3, 6)
         print(f"{name} us", {k: round(v, 1) for k, v in told[name].items()}, flush=True)
         keep("probes", told)
@@ -246,7 +274,7 @@ def compiled(form):
     """A probe's name, and what its compiler says."""
     key, rms = form
     macros = forward_many.macros(rms=rms, norm_bias=not rms, up_bias=not rms, branch_bias=not rms, gelu="tanh")
-    cubin = cuda.build(sources(PROBES[key]), macros, "sm_90a")
+    cubin = cuda.build(sources(PROBES[key]), {**macros, "DOWN_PIECES": pieces(key)}, "sm_90a")
     return key, rms, cubin.resources()["forward_many"], "C75" in cubin.log
 
 

@@ -49,7 +49,7 @@ LAYOUT, UP, MAIN = "forward_many.cuh", "forward_many_up.cuh", "forward_many.cu"
 CHANGES = [
     (LAYOUT, "struct Place {\n", CLOCK + "struct Place {\n"),
     (LAYOUT, "  u32 rank;               // in the cluster\n", "  u32 rank;\n  Clock clock{};\n"),
-    (LAYOUT, "Ring ring, u32 rank, Copy copy) {\n", "Ring ring, u32 rank, Copy copy) {\n  Clock clock;\n  clock.start();\n"),
+    (LAYOUT, "Ring<PIECES> ring, u32 rank, Copy copy) {\n", "Ring<PIECES> ring, u32 rank, Copy copy) {\n  Clock clock;\n  clock.start();\n"),
     (
         LAYOUT,
         "      barrier_wait(ring.empty(ring.slot), ring.phase ^ 1);\n",
@@ -69,7 +69,7 @@ CHANGES = [
         "(made >> 1 & 1) ^ 1);\n",
         "(made >> 1 & 1) ^ 1);\n    me.clock.mark(4);\n",
     ),
-    (UP, "    activate_half(old, half);\n", "    activate_half(old, half);\n    me.clock.mark(5);\n"),
+    (UP, "    if (quarter == 3) give();\n", "    me.clock.mark(5);\n    if (quarter == 3) give();\n"),
     (UP, "    fence_async();\n", "    fence_async();\n    me.clock.mark(6);\n"),
     (UP, "    wgmma_wait<0>();\n", "    me.clock.mark(7);\n    wgmma_wait<0>();\n    me.clock.mark(8);\n"),
     (UP, "    chunk<false>(even", "    me.clock.start();\n    chunk<false>(even"),

@@ -52,7 +52,7 @@ class Case:
         (slope,) = torch.autograd.grad(a.sum(), u)
         close("a", self.a, a.detach())
         got = decoded(self.codes.cpu(), self.N, self.F, streaming=False)
-        assert slopes_are(got, slope.cpu(), codes=True)
+        assert slopes_are(got, slope.cpu(), True, behind_norm=self.h.is_cuda)  # the card's tanh errs more
         r = functional.linear(self.a.double(), self.down.double(), double(self.bias)) + self.residual.double()
         close("r", self.r, r)
         r = self.r.double()
@@ -70,8 +70,8 @@ class Case:
 def test_the_kernel_matches_float64(emulation: Any, N: int, F: int, rms: bool, gelu: str, late: bool) -> None:
     case = Case(N, F, rms)
     tensors = [case.h, case.up, case.down, case.a, case.residual, case.r, case.next_h]
-    maps = emulation.maps(*zip(tensors, forward_many.BOXES, strict=True))
-    maps[2].swizzle = 64
+    maps = emulation.maps(*zip(tensors, forward_many.boxes(), strict=True))
+    maps[2].swizzle = 2 * forward_many.boxes()[2][1]
     pointers = [case.h, case.up_bias, case.codes, case.scale, case.shift, case.bias, case.mean, case.rstd]
     addresses = (ctypes.c_void_p * 8)(*[None if x is None else x.data_ptr() for x in pointers])
     kernel = emulation.compile(SOURCE, case.macros(gelu), forward_many.SOURCE.parent)

@@ -12,7 +12,7 @@
 // under the 128-byte swizzle (down's weights: 32 columns, 64 bytes); ldmatrix and stmatrix have them in the accumulators'
 // order.
 //
-// Macros: RMS, NORM_BIAS, UP_BIAS, BRANCH_BIAS, GELU_TANH.
+// Macros: RMS, NORM_BIAS, UP_BIAS, BRANCH_BIAS, GELU_TANH; UP_REGISTERS; DOWN_PIECES: 2 or 4.
 #include "forward_many_up.cuh"
 
 struct Downward {
@@ -22,7 +22,7 @@ struct Downward {
   int rows, chunks;
   u32 smem, vectors;
   Barriers bar;
-  Ring ring;
+  DownRing ring;
   Place me;    // group 1 or 2
   int taken = 0;  // chunks of the hidden layer
 
@@ -46,7 +46,7 @@ struct Downward {
 #pragma unroll 1
     for (int chunk = from; chunk < to; ++chunk) {
 #pragma unroll
-      for (int piece = 0; piece < 2; ++piece) {
+      for (int piece = 0; piece < DOWN_PIECES; ++piece) {
         const bool ready = last < 0 || (ring.ready() && (piece || warp_uniform(barrier_ready(bar.hidden_full(taken & 1), taken >> 1 & 1))));
         if (!ready) {  // what is done is free as soon as that, not behind the next products
           wgmma_wait<0>();
@@ -55,13 +55,12 @@ struct Downward {
         }
         ring.wait();
         if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1);
-        const u64 a = operand_k_major(smem + HIDDEN + (taken & 1) * PANEL_BYTES + (me.group - 1) * GROUP_BYTES) + 4 * piece;
-        const u64 b = operand_k_major_64(ring.address());
+        const u64 a = operand_k_major(smem + HIDDEN + (taken & 1) * PANEL_BYTES + (me.group - 1) * GROUP_BYTES) + 4 * (piece / 2);  // 32 inner columns
+        const u64 b = DOWN_PIECES == 4 ? operand_k_major_64(ring.address()) : operand_k_major(ring.address());
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < 2; ++step)
-          for (int half = 0; half < 2; ++half)
-            wgmma<WIDTH / 2, 0, 0>(*reinterpret_cast<float(*)[64]>(acc + 64 * half), a + 2 * step, b + 512 * half + 2 * step, true);
+        for (int step = 0; step < 8 / DOWN_PIECES; ++step)
+          wgmma<WIDTH / 2, 0, 0>(*reinterpret_cast<float(*)[64]>(acc + 64 * (piece % 2)), a + 2 * step, b + 2 * step, true);
         wgmma_commit();
         if (last >= 0) {
           wgmma_wait<1>();
@@ -207,9 +206,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
   const int thread = threadIdx.x, chunks = ceil_div(inner, CHUNK);
   // The same for a whole warp, as the compiler has to know: operands' descriptors are made of it.
   const Place me{warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32, cluster_rank()};
+  const UpRing up_ring(smem + UP, bar.ring(false), me.rank);
+  const DownRing down_ring(smem + DOWN, bar.ring(true), me.rank);
   if (thread == 0) {
     prefetch_map(&h), prefetch_map(&up), prefetch_map(&down), prefetch_map(&residual);
     bar.init();
+    up_ring.init(4), down_ring.init(8);
+    barrier_init_fence();
   }
   if (me.group == 1) copy_vectors(vectors, weight, shift, bias, thread % 128);
   sync_block();
@@ -218,19 +221,19 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
   let_next_start();
   if (me.group < 0) {
     registers_down<24>();
-    if (me.warp == 0) produce_up(&up, rows, chunks, Ring(smem, bar, false, me.rank), me.rank);
-    if (me.warp == 1) produce_down(&down, rows, chunks, Ring(smem, bar, true, me.rank), me.rank);
+    if (me.warp == 0) produce_up(&up, rows, chunks, up_ring, me.rank);
+    if (me.warp == 1) produce_down(&down, rows, chunks, down_ring, me.rank);
     if (me.warp == 2) produce_rows(&h, matrix, &residual, rows, smem, bar, me);
     if (me.warp == 3) deliver(&a, rows, chunks, smem, bar, me.rank);
   } else if (me.group == 0) {
     registers_up<UP_REGISTERS>();
     const int quarter = me.lane / 8;
-    Upward up_half{smem, bar, Ring(smem, bar, false, me.rank), up_bias, codes + WARP_CODES * me.warp + 16 * me.lane, inner, rows, me,
+    Upward up_half{smem, bar, up_ring, up_bias, codes + WARP_CODES * me.warp + 16 * me.lane, inner, rows, me,
                    smem + HIDDEN + swizzle128(me.lane % 8 + 8 * (quarter / 2), 2 * me.warp + quarter % 2)};
     up_half.run(Cursor(rows, chunks, me.rank));
   } else {
     registers_up<(512 - 24 - UP_REGISTERS) / 2>();
-    Downward down_half{&r, &normed, mean, rstd, eps, rows, chunks, smem, vectors, bar, Ring(smem, bar, true, me.rank), me};
+    Downward down_half{&r, &normed, mean, rstd, eps, rows, chunks, smem, vectors, bar, down_ring, me};
     down_half.run();
   }
   sync_warp();

@@ -9,8 +9,8 @@ using namespace rl;
 constexpr bool AHEAD = true;  // rows of h come into L2 before they can come into shared memory
 constexpr int WIDTH = 256, ROWS = 128, CHUNK = 64;                     // of a block's tile; inner columns at a time
 constexpr int PANEL_BYTES = ROWS * 128, GROUP_BYTES = PANEL_BYTES / 2;  // 64 columns of all rows, of a warpgroup's 64
-constexpr int PIECE_BYTES = 64 * WIDTH, SLOTS = 3;                      // half a chunk of up's weights or of down's
-constexpr int UP = 0, DOWN = UP + SLOTS * PIECE_BYTES, H = DOWN + SLOTS * PIECE_BYTES;
+constexpr int UP_PIECES = 4, RING_BYTES = 48 * 1024;                    // pieces of a chunk of up's weights; each ring
+constexpr int UP = 0, DOWN = UP + RING_BYTES, H = DOWN + RING_BYTES;
 constexpr int HIDDEN = H + 4 * PANEL_BYTES, STREAM = HIDDEN + 2 * PANEL_BYTES, VECTORS = STREAM + 2 * PANEL_BYTES;
 constexpr int VECTOR_BYTES = 2 * WIDTH, BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
@@ -36,34 +36,35 @@ struct Tiles {
 
 struct Barriers {
   u32 base;
-  RL_D u32 h_full(int half) const { return base + 8 * (4 * SLOTS + half); }
-  RL_D u32 h_empty(int half) const { return base + 8 * (4 * SLOTS + 2 + half); }
-  RL_D u32 hidden_full(int slot) const { return base + 8 * (4 * SLOTS + 4 + slot); }
-  RL_D u32 hidden_empty(int slot) const { return base + 8 * (4 * SLOTS + 6 + slot); }
-  RL_D u32 stream_full(int slot) const { return base + 8 * (4 * SLOTS + 8 + slot); }
-  RL_D u32 stream_empty(int slot) const { return base + 8 * (4 * SLOTS + 10 + slot); }
+  RL_D u32 h_full(int half) const { return base + 8 * half; }
+  RL_D u32 h_empty(int half) const { return base + 8 * (2 + half); }
+  RL_D u32 hidden_full(int slot) const { return base + 8 * (4 + slot); }
+  RL_D u32 hidden_empty(int slot) const { return base + 8 * (6 + slot); }
+  RL_D u32 stream_full(int slot) const { return base + 8 * (8 + slot); }
+  RL_D u32 stream_empty(int slot) const { return base + 8 * (10 + slot); }
+  RL_D u32 ring(bool down) const { return base + 8 * (12 + 12 * down); }
   RL_D void init() const {
-    for (int i = 0; i < SLOTS; ++i) {  // the rings': each block's engine fills half of a slot in both
-      barrier_init(base + 8 * i, 1), barrier_init(base + 8 * (2 * SLOTS + i), 1);
-      barrier_init(base + 8 * (SLOTS + i), 8), barrier_init(base + 8 * (3 * SLOTS + i), 16);  // both blocks' warps
-    }
     for (int i = 0; i < 2; ++i) {
       barrier_init(h_full(i), 1), barrier_init(h_empty(i), 4);
       barrier_init(hidden_full(i), 4), barrier_init(hidden_empty(i), 9);  // up's warps; down's, and who sends it to memory
       barrier_init(stream_full(i), 1), barrier_init(stream_empty(i), 8);
     }
-    barrier_init_fence();
   }
 };
 
-// Weights, half a chunk in a slot: up's 64 inner columns × 128 of the width, down's 256 of the width × 32 inner columns.
+// Weights, a piece of a chunk in a slot: of up's 64 inner columns × 64 of the width, of down's 128 of the width × 32 or 64
+// inner columns. Small, so that little memory is read and much under way: it comes back some 3,000 cycles later.
+template <int PIECES>
 struct Ring {
+  static constexpr int BYTES = 2 * CHUNK * WIDTH / PIECES, SLOTS = RING_BYTES / BYTES;
   u32 start, barriers, peer;
   int slot = 0;
   u32 phase = 0;
-  RL_D Ring(u32 smem, Barriers bar, bool down, u32 rank)
-      : start(smem + (down ? DOWN : UP)), barriers(bar.base + 16 * SLOTS * down), peer(rank ^ 1) {}
-  RL_D u32 address() const { return start + slot * PIECE_BYTES; }
+  RL_D Ring(u32 start, u32 barriers, u32 rank) : start(start), barriers(barriers), peer(rank ^ 1) {}
+  RL_D void init(int warps) const {
+    for (int i = 0; i < SLOTS; ++i) barrier_init(barriers + 8 * i, 1), barrier_init(empty(i), 2 * warps);  // both blocks'
+  }
+  RL_D u32 address() const { return start + slot * BYTES; }
   RL_D u32 full() const { return barriers + 8 * slot; }
   RL_D u32 empty(int which) const { return barriers + 8 * (SLOTS + which); }
   RL_D bool ready() const { return warp_uniform(barrier_ready(full(), phase)); }
@@ -76,29 +77,31 @@ struct Ring {
     if (++slot == SLOTS) slot = 0, phase ^= 1;
   }
 };
+using UpRing = Ring<UP_PIECES>;
+using DownRing = Ring<DOWN_PIECES>;
 
-// A warp's way through a ring; `copy` starts this block's half of a piece, into both blocks.
-template <class Copy>
-RL_D void produce(int rows, int chunks, Ring ring, u32 rank, Copy copy) {
+// A warp's way through a ring; `copy` starts a piece, into both blocks, whose turns they take.
+template <int PIECES, class Copy>
+RL_D void produce(int rows, int chunks, Ring<PIECES> ring, u32 rank, Copy copy) {
   for (Tiles tiles(rows, rank); tiles.valid(); tiles.advance())
 #pragma unroll 1
-    for (int piece = 0; piece < 2 * chunks; ++piece, ring.advance()) {
+    for (int piece = 0; piece < PIECES * chunks; ++piece, ring.advance()) {
       barrier_wait(ring.empty(ring.slot), ring.phase ^ 1);
       if (!elected()) continue;
-      barrier_expect(ring.full(), PIECE_BYTES);
-      copy(ring.address() + rank * (PIECE_BYTES / 2), piece, ring.full());
+      barrier_expect(ring.full(), ring.BYTES);
+      if (piece % 2 == static_cast<int>(rank)) copy(ring.address(), piece / PIECES * CHUNK, piece % PIECES, ring.full());
     }
 }
 
-RL_D void produce_up(const TensorMap* map, int rows, int chunks, const Ring& ring, u32 rank) {
-  produce(rows, chunks, ring, rank, [=](u32 target, int piece, u32 full) {
-    copy_2d_both(target, map, piece % 2 * 128 + 64 * static_cast<int>(rank), piece / 2 * CHUNK, full);
+RL_D void produce_up(const TensorMap* map, int rows, int chunks, const UpRing& ring, u32 rank) {
+  produce(rows, chunks, ring, rank, [=](u32 target, int column, int piece, u32 full) {
+    copy_2d_both(target, map, 64 * piece, column, full);
   });
 }
 
-RL_D void produce_down(const TensorMap* map, int rows, int chunks, const Ring& ring, u32 rank) {
-  produce(rows, chunks, ring, rank, [=](u32 target, int piece, u32 full) {
-    copy_2d_both(target, map, 32 * piece, 128 * static_cast<int>(rank), full);
+RL_D void produce_down(const TensorMap* map, int rows, int chunks, const DownRing& ring, u32 rank) {
+  produce(rows, chunks, ring, rank, [=](u32 target, int column, int piece, u32 full) {
+    copy_2d_both(target, map, column + piece / 2 * 32, piece % 2 * 128, full);
   });
 }
 

@@ -22,7 +22,16 @@ THREADS = 512
 CHUNK = 64  # inner columns at a time
 LEAST_INNER = CHUNK + 1  # two chunks: the first one of a tile is made while its last one waits for rows
 UP_REGISTERS = 168
-SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 192  # as in the kernel
+DOWN_PIECES = 4  # of a chunk of down's weights
+
+
+def boxes() -> tuple[tuple[int, int], ...]:
+    """What a copy takes of h, up's and down's weights, a, the residual, r and the next h."""
+    rows = (TILE_ROWS, 64)
+    return rows, (64, 64), (128, 128 // DOWN_PIECES), rows, rows, (16, 64), (16, 64)
+
+
+SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 288  # as in the kernel
 KIND = "MMMMMMMPPPPPPPPfii"
 
 
@@ -35,6 +44,7 @@ def macros(*, rms: bool, norm_bias: bool, up_bias: bool, branch_bias: bool, gelu
         "BRANCH_BIAS": int(branch_bias),
         "GELU_TANH": int(gelu == "tanh"),
         "UP_REGISTERS": UP_REGISTERS,
+        "DOWN_PIECES": DOWN_PIECES,
     }
 
 
@@ -71,9 +81,6 @@ def mlp_many_forward_raw(
     kernel.launch((blocks(len(h_NC), h_NC.device),), THREADS, SMEM, arguments)
 
 
-BOXES = ((TILE_ROWS, 64), (64, 64), (128, 32), (TILE_ROWS, 64), (TILE_ROWS, 64), (16, 64), (16, 64))
-
-
 def maps(*matrices: Tensor) -> tuple[bytes, ...]:
-    """The copy engine's maps of h, up's and down's weights, a, the residual, r and the next h."""
-    return tuple(cuda.tensor_map(matrix, box, 2 * box[1]) for matrix, box in zip(matrices, BOXES, strict=True))
+    """The copy engine's maps of the matrices of `boxes`."""
+    return tuple(cuda.tensor_map(matrix, box, 2 * box[1]) for matrix, box in zip(matrices, boxes(), strict=True))

@@ -20,7 +20,7 @@ struct Cursor {
 struct Upward {
   u32 smem;
   Barriers bar;
-  Ring ring;
+  UpRing ring;
   const u16* bias;
   u8* codes;  // of this lane in a tile of codes
   int inner, rows;
@@ -52,12 +52,6 @@ struct Upward {
     code[place + 1] = encode_slopes(slope[2], slope[3]);
   }
 
-  // Half of the chunk before, in whose tile `row` is the first: 64 rows.
-  RL_D void activate_half(const float (&old)[ROWS / 2], int half) {
-    if (half == 0) barrier_wait(bar.hidden_empty(made & 1), (made >> 1 & 1) ^ 1);
-#pragma unroll
-    for (int j = 0; j < 8; j += 2) activate_rows(old, 8 * half + j, j);
-  }
   RL_D void store_codes(int chunk, int row) const {
     if (row >= rows) return;
     u8* place = codes + 128 * static_cast<i64>(code_line(CHUNK * chunk, row, inner));
@@ -73,31 +67,36 @@ struct Upward {
     if (me.lane == 0) barrier_arrive(bar.hidden_full(made & 1));
     ++made;
   }
-  RL_D void activate_chunk(const float (&old)[ROWS / 2], int half, int chunk, int row) {
-    if (half == 0) load_bias(chunk);
-    activate_half(old, half);
-    if (half == 1) give();
-    store_codes(chunk, row + 64 * half);
+  // A quarter of the chunk before, in whose tile `row` is the first: 32 rows.
+  RL_D void activate_quarter(const float (&old)[ROWS / 2], int quarter, int chunk, int row) {
+    const int half = quarter / 2;
+    if (quarter == 0) {
+      load_bias(chunk);
+      barrier_wait(bar.hidden_empty(made & 1), (made >> 1 & 1) ^ 1);
+    }
+#pragma unroll
+    for (int j = 4 * quarter; j < 4 * quarter + 4; j += 2) activate_rows(old, j, j % 8);
+    if (quarter == 3) give();
+    if (quarter % 2 == 1) store_codes(chunk, row + 64 * half);
   }
 
-  // Half of the width's products, begun.
-  RL_D void multiply(float (&acc)[ROWS / 2], const Cursor& now, int half) {
+  // Products of a quarter of the width, begun.
+  RL_D void multiply(float (&acc)[ROWS / 2], const Cursor& now, int quarter) {
     ring.wait();
-    if (now.chunk == 0) barrier_wait(bar.h_full(half), now.tiles.round & 1);
+    if (now.chunk == 0 && quarter % 2 == 0) barrier_wait(bar.h_full(quarter / 2), now.tiles.round & 1);
     // Reckoned anew: sixteen operands that never change would take registers, not instructions.
-    const u64 a = operand_k_major(ring.address()), b = operand_k_major(warp_uniform(smem) + H + 2 * half * PANEL_BYTES);
+    const u64 a = operand_k_major(ring.address()), b = operand_k_major(warp_uniform(smem) + H + quarter * PANEL_BYTES);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 8; ++step)  // an operand's address is in units of 16 bytes
-      wgmma<ROWS, 0, 0>(acc, a + step / 4 * (PIECE_BYTES / 32) + 2 * (step % 4), b + step / 4 * (PANEL_BYTES / 16) + 2 * (step % 4),
-                        half + step > 0);
+    for (int step = 0; step < 4; ++step)  // an operand's address is in units of 16 bytes
+      wgmma<ROWS, 0, 0>(acc, a + 2 * step, b + 2 * step, quarter + step > 0);
     wgmma_commit();
   }
-  RL_D void release(const Cursor& now, int half) {
+  RL_D void release(const Cursor& now, int quarter) {
     wgmma_wait<0>();
     if (me.lane == 0) {
       ring.release(ring.slot);
-      if (now.last()) barrier_arrive(bar.h_empty(half));
+      if (quarter % 2 == 1 && now.last()) barrier_arrive(bar.h_empty(quarter / 2));
     }
     ring.advance();
   }
@@ -106,16 +105,16 @@ struct Upward {
   template <bool OLD>
   RL_D void chunk(float (&acc)[ROWS / 2], const float (&old)[ROWS / 2], const Cursor& now, int before, int row) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      multiply(acc, now, half);
-      if (OLD) activate_chunk(old, half, before, row);
-      release(now, half);
+    for (int quarter = 0; quarter < UP_PIECES; ++quarter) {
+      multiply(acc, now, quarter);
+      if (OLD) activate_quarter(old, quarter, before, row);
+      release(now, quarter);
     }
     wgmma_touch(acc);
   }
   RL_D void finish(const float (&old)[ROWS / 2], int before, int row) {
-    activate_chunk(old, 0, before, row);
-    activate_chunk(old, 1, before, row);
+#pragma unroll
+    for (int quarter = 0; quarter < UP_PIECES; ++quarter) activate_quarter(old, quarter, before, row);
   }
 
   RL_D void run(Cursor now) {
