@@ -40,14 +40,25 @@ OWN = [  # each block fetches all of its weights
     (LAYOUT, "copy_2d_both(target, map, 64 * piece", "copy_2d(target, map, 64 * piece"),
     (LAYOUT, "copy_2d_both(target, map, column + piece", "copy_2d(target, map, column + piece"),
 ]
+READERS = [  # who reads the hidden layer has the fence, not who is to write codes
+    (UP, "    fence_async();\n", ""),
+    (
+        MAIN,
+        "        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1);\n",
+        "        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1), fence_async();\n",
+    ),
+    (LAYOUT, "      store_2d(map, smem + HIDDEN", "      fence_async();\n      store_2d(map, smem + HIDDEN"),
+]
 NO_GELU = (UP, ACTIVATE, "slope[i] = half_pair(v0, v1);")
 LITTLE_UP = (UP, "step < 4; ++step", "step < 1; ++step")
 LITTLE_DOWN = (MAIN, "step < 8 / DOWN_PIECES; ++step", "step < 1; ++step")
-PROBES = {  # name: changes; the first five are right; "wide": down's weights in pieces of 16 KB
+PROBES = {  # name: changes; the first seven are right; "wide": down's weights in pieces of 16 KB
     "whole": [],
     "wide": [],
     "own": OWN,
     "own, wide": OWN,
+    "readers": READERS,
+    "own, readers": [*OWN, *READERS],
     "last rows first": [(LAYOUT, "(2 * pair + rank) * ROWS", "(2 * (pairs - 1 - pair) + rank) * ROWS")],
     "without GELU": [NO_GELU],
     "without codes": [(UP, "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
@@ -60,7 +71,7 @@ PROBES = {  # name: changes; the first five are right; "wide": down's weights in
     "own, little of all": [*OWN, NO_GELU, LITTLE_UP, LITTLE_DOWN],
 }  # fmt: skip
 
-RIGHT = tuple(PROBES)[:5]
+RIGHT = tuple(PROBES)[:7]
 
 
 class Trial:
