@@ -40,25 +40,14 @@ OWN = [  # each block fetches all of its weights
     (LAYOUT, "copy_2d_both(target, map, 64 * piece", "copy_2d(target, map, 64 * piece"),
     (LAYOUT, "copy_2d_both(target, map, column + piece", "copy_2d(target, map, column + piece"),
 ]
-READERS = [  # who reads the hidden layer has the fence, not who is to write codes
-    (UP, "    fence_async();\n", ""),
-    (
-        MAIN,
-        "        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1);\n",
-        "        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1), fence_async();\n",
-    ),
-    (LAYOUT, "      store_2d(map, smem + HIDDEN", "      fence_async();\n      store_2d(map, smem + HIDDEN"),
-]
 NO_GELU = (UP, ACTIVATE, "slope[i] = half_pair(v0, v1);")
 LITTLE_UP = (UP, "step < 4; ++step", "step < 1; ++step")
 LITTLE_DOWN = (MAIN, "step < 8 / DOWN_PIECES; ++step", "step < 1; ++step")
-PROBES = {  # name: changes; the first seven are right; "wide": down's weights in pieces of 16 KB
+PROBES = {  # name: changes; the first five are right; "wide": down's weights in pieces of 16 KB
     "whole": [],
     "wide": [],
     "own": OWN,
     "own, wide": OWN,
-    "readers": READERS,
-    "own, readers": [*OWN, *READERS],
     "last rows first": [(LAYOUT, "(2 * pair + rank) * ROWS", "(2 * (pairs - 1 - pair) + rank) * ROWS")],
     "without GELU": [NO_GELU],
     "without codes": [(UP, "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
@@ -71,7 +60,7 @@ PROBES = {  # name: changes; the first seven are right; "wide": down's weights i
     "own, little of all": [*OWN, NO_GELU, LITTLE_UP, LITTLE_DOWN],
 }  # fmt: skip
 
-RIGHT = tuple(PROBES)[:7]
+RIGHT = tuple(PROBES)[:5]
 
 
 class Trial:
@@ -254,8 +243,10 @@ def probes(names):
             graphs[key] = captured(trial.one)
             if key in RIGHT:
                 trial.one()
-                same = all(trial.results["one"][k].equal(trial.results["two"][k]) for k in ("a", "codes", "r", "h"))
-                print(f"{name} {key}: {'right' if same else 'WRONG'}", flush=True)
+                one, two = trial.results["one"], trial.results["two"]
+                same = all(one[k].equal(two[k]) for k in ("a", "codes"))
+                off = max(float((one[k].float() - two[k].float()).abs().max()) for k in ("r", "h"))
+                print(f"{name} {key}: {'right' if same and off < 0.1 else 'WRONG'}", flush=True)
         forward_many.SOURCE, forward_many.DOWN_PIECES = SOURCE, PIECES
         told[name] = interleaved(graphs, 3, 6)
         print(f"{name} us", {k: round(v, 1) for k, v in told[name].items()}, flush=True)

@@ -15,19 +15,19 @@ from forward_many_gpu import Trial, ends_in, sources
 from ridgeline.ops import _cuda as cuda
 from ridgeline.ops.mlp import forward_many
 
-ACTORS, COUNTERS = 7, 16
+ACTORS, COUNTERS = 8, 16
 CLOCK = """
 struct Clock {
   mutable u32 last = 0;
   RL_D static u32 area() {
-    __shared__ u32 words[7 * 16];
+    __shared__ u32 words[8 * 16];
     return smem_address(words);
   }
   RL_D static int actor() { return threadIdx.x < 128 ? threadIdx.x / 32 : 3 + threadIdx.x / 128; }
   RL_D static bool chosen() { return threadIdx.x % 32 == 0 && (threadIdx.x < 128 || threadIdx.x % 128 == 0); }
   RL_D static u32 now() { u32 t; asm volatile("mov.u32 %0, %clock;" : "=r"(t) :: "memory"); return t; }
   RL_D static void clear() {
-    if (threadIdx.x < 112) asm volatile("st.shared.u32 [%0], 0;" ::"r"(area() + 4 * threadIdx.x) : "memory");
+    if (threadIdx.x < 128) asm volatile("st.shared.u32 [%0], 0;" ::"r"(area() + 4 * threadIdx.x) : "memory");
   }
   RL_D static void add(int what, u32 value) {
     if (chosen()) asm volatile("red.shared.add.u32 [%0], %1;" ::"r"(area() + (actor() * 16 + what) * 4), "r"(value) : "memory");
@@ -40,7 +40,7 @@ struct Clock {
   }
   RL_D static void dump() {
     if (!chosen()) return;
-    u32* out = reinterpret_cast<u32*>(TRACE) + (blockIdx.x * 7 + actor()) * 16;
+    u32* out = reinterpret_cast<u32*>(TRACE) + (blockIdx.x * 8 + actor()) * 16;
     for (int i = 0; i < 16; ++i) asm volatile("ld.shared.u32 %0, [%1];" : "=r"(out[i]) : "r"(area() + (actor() * 16 + i) * 4) : "memory");
   }
 };
@@ -58,8 +58,8 @@ CHANGES = [
     (LAYOUT, "  int sent = 0;\n", "  int sent = 0;\n  Clock clock;\n  clock.start();\n"),
     (
         LAYOUT,
-        "      barrier_wait(bar.hidden_full(slot), sent >> 1 & 1);\n",
-        "      clock.mark(1);\n      barrier_wait(bar.hidden_full(slot), sent >> 1 & 1);\n      clock.mark(0);\n",
+        "        barrier_wait(bar.hidden_full(slot, half), sent >> 1 & 1);\n",
+        "        clock.mark(1);\n        barrier_wait(bar.hidden_full(slot, half), sent >> 1 & 1);\n        clock.mark(0);\n",
     ),
     (UP, "    ring.wait();\n", "    me.clock.mark(0);\n    ring.wait();\n    me.clock.mark(1);\n"),
     (UP, "    const u64 a =", "    me.clock.mark(2);\n    const u64 a ="),
@@ -69,16 +69,15 @@ CHANGES = [
         "(made >> 1 & 1) ^ 1);\n",
         "(made >> 1 & 1) ^ 1);\n    me.clock.mark(4);\n",
     ),
-    (UP, "    if (quarter == 3) give();\n", "    me.clock.mark(5);\n    if (quarter == 3) give();\n"),
-    (UP, "    fence_async();\n", "    fence_async();\n    me.clock.mark(6);\n"),
+    (UP, "    fence_async();\n", "    me.clock.mark(5);\n    fence_async();\n    me.clock.mark(6);\n"),
     (UP, "    wgmma_wait<0>();\n", "    me.clock.mark(7);\n    wgmma_wait<0>();\n    me.clock.mark(8);\n"),
-    (UP, "    chunk<false>(even", "    me.clock.start();\n    chunk<false>(even"),
+    (UP, "    float acc[32];\n", "    float acc[32];\n    me.clock.start();\n"),
     (MAIN, "        if (!ready) {", "        me.clock.mark(0);\n        if (!ready) {"),
     (
         MAIN,
-        "        ring.wait();\n        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1);\n",
+        "        ring.wait();\n        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1, me.group - 2), taken >> 1 & 1);\n",
         "        me.clock.mark(3);\n        ring.wait();\n        me.clock.mark(1);\n"
-        "        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1);\n        me.clock.mark(2);\n",
+        "        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1, me.group - 2), taken >> 1 & 1);\n        me.clock.mark(2);\n",
     ),
     (MAIN, "          wgmma_wait<1>();\n", "          wgmma_wait<1>();\n          me.clock.mark(3);\n"),
     (MAIN, "    wgmma_wait<0>();\n    wgmma_touch(acc);\n", "    me.clock.mark(0);\n    wgmma_wait<0>();\n    wgmma_touch(acc);\n    me.clock.mark(4);\n"),
@@ -95,7 +94,7 @@ CHANGES = [
     (MAIN, "        rstd[here] = scale[h];\n      }\n    }\n", "        rstd[here] = scale[h];\n      }\n    }\n    me.clock.mark(10);\n"),
     (MAIN, "    float acc[WIDTH / 2];\n", "    float acc[WIDTH / 2];\n    me.clock.start();\n"),
     (MAIN, "  sync_warp();\n  cluster_leave();", "  sync_warp();\n  Clock::dump();\n  cluster_leave();"),
-    (MAIN, "  if (me.group == 1) copy_vectors", "  Clock::clear();\n  if (me.group == 1) copy_vectors"),
+    (MAIN, "  if (me.group == 2) copy_vectors", "  Clock::clear();\n  if (me.group == 2) copy_vectors"),
 ]  # fmt: skip
 UPWARD = {0: "rest", 1: "slots", 2: "h", 3: "begun", 4: "place for a", 5: "GELU", 6: "fence", 7: "codes", 8: "products"}
 DOWNWARD = {
@@ -103,7 +102,7 @@ DOWNWARD = {
     8: "results left", 10: "statistics",
 }  # fmt: skip
 COPIES = {0: "waits", 1: "copies"}
-WHO = {0: ("up's weights", COPIES), 1: ("down's weights", COPIES), 3: ("a", COPIES), 4: ("up", UPWARD), 5: ("down 0", DOWNWARD), 6: ("down 1", DOWNWARD)}  # fmt: skip
+WHO = {0: ("up's weights", COPIES), 1: ("down's weights", COPIES), 3: ("a", COPIES), 4: ("up 0", UPWARD), 5: ("up 1", UPWARD), 6: ("down 0", DOWNWARD), 7: ("down 1", DOWNWARD)}  # fmt: skip
 
 
 def main(names):
@@ -118,7 +117,7 @@ def main(names):
         graph.replay()
         torch.cuda.synchronize()
         x = trace.double().cpu()
-        tiles = x[:, 5, 15].mean().item()
+        tiles = x[:, 6, 15].mean().item()
         print(f"{name}: {us:.1f} us with clocks; cycles a tile, {tiles:.2f} a block", flush=True)
         for actor, (who, parts) in WHO.items():
             sums = x[:, actor].mean(0) / tiles

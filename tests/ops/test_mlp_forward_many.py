@@ -21,7 +21,7 @@ extern "C" const char* run(const TensorMap* m, void* const* p, const int* n, int
     forward_many(m[0], m[1], m[2], m[3], m[4], m[5], m[6], (const u16*)p[0], (const u16*)p[1], (u8*)p[2],
                  (const u16*)p[3], (const u16*)p[4], (const u16*)p[5], (float*)p[6], (float*)p[7], 1e-5f, n[0], n[1]);
   };
-  return emulation::launch(grid, 512, seed, late, kernel, 2);
+  return emulation::launch(grid, 640, seed, late, kernel, 2);
 }
 """
 

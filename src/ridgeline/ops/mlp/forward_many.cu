@@ -23,12 +23,12 @@ struct Downward {
   u32 smem, vectors;
   Barriers bar;
   DownRing ring;
-  Place me;    // group 1 or 2
+  Place me;    // group 2 or 3
   int taken = 0;  // chunks of the hidden layer
 
   // A warp's 16 rows × 64 columns in a slot of the stream, of which this lane has four 8 × 8 matrices of columns
   // 8 j … 8 j + 15 (j even): matrix 2 (j % 2) + h is row l / 4 + 8 h.
-  RL_D u32 strip(int panel) const { return smem + STREAM + panel % 2 * PANEL_BYTES + (me.group - 1) * GROUP_BYTES + me.warp * 2048; }
+  RL_D u32 strip(int panel) const { return smem + STREAM + panel % 2 * PANEL_BYTES + (me.group - 2) * GROUP_BYTES + me.warp * 2048; }
   RL_D u32 matrices(int j) const {
     return strip(j / 8) + me.lane % 16 * 128 + ((j % 8 * 16) ^ ((me.lane / 16 ^ me.lane % 8) << 4));
   }
@@ -38,7 +38,7 @@ struct Downward {
   RL_D void release(int slot, bool ends) {
     if (me.lane != 0) return;
     ring.release(slot);
-    if (ends) barrier_arrive(bar.hidden_empty((taken & 1) ^ 1));
+    if (ends) barrier_arrive(bar.hidden_empty((taken & 1) ^ 1, me.group - 2));
   }
   // acc += 64 inner columns, piece by piece.
   RL_D void multiply(float (&acc)[WIDTH / 2], int from, int to, int round) {
@@ -47,15 +47,15 @@ struct Downward {
     for (int chunk = from; chunk < to; ++chunk) {
 #pragma unroll
       for (int piece = 0; piece < DOWN_PIECES; ++piece) {
-        const bool ready = last < 0 || (ring.ready() && (piece || warp_uniform(barrier_ready(bar.hidden_full(taken & 1), taken >> 1 & 1))));
+        const bool ready = last < 0 || (ring.ready() && (piece || warp_uniform(barrier_ready(bar.hidden_full(taken & 1, me.group - 2), taken >> 1 & 1))));
         if (!ready) {  // what is done is free as soon as that, not behind the next products
           wgmma_wait<0>();
           release(last, piece == 0);
           last = -1;
         }
         ring.wait();
-        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1), taken >> 1 & 1);
-        const u64 a = operand_k_major(smem + HIDDEN + (taken & 1) * PANEL_BYTES + (me.group - 1) * GROUP_BYTES) + 4 * (piece / 2);  // 32 inner columns
+        if (piece == 0) barrier_wait(bar.hidden_full(taken & 1, me.group - 2), taken >> 1 & 1);
+        const u64 a = operand_k_major(smem + HIDDEN + (taken & 1) * PANEL_BYTES + (me.group - 2) * GROUP_BYTES) + 4 * (piece / 2);  // 32 inner columns
         const u64 b = DOWN_PIECES == 4 ? operand_k_major_64(ring.address()) : operand_k_major(ring.address());
         wgmma_fence();
 #pragma unroll
@@ -182,7 +182,7 @@ struct Downward {
         multiply(acc, ceil_div(chunks * panel, 4), ceil_div(chunks * (panel + 1), 4), tiles.round);
         add_residual(acc, panel);
       }
-      join(acc, tiles.row() + 64 * (me.group - 1) + 16 * me.warp);
+      join(acc, tiles.row() + 64 * (me.group - 2) + 16 * me.warp);
     }
     if (me.lane == 0) store_wait<0>();
   }
@@ -196,7 +196,7 @@ RL_D void copy_vectors(u32 vectors, const u16* weight, const u16* shift, const u
     if (sources[i]) store_shared_u32(vectors + i * VECTOR_BYTES + 4 * thread, reinterpret_cast<const u32*>(sources[i])[thread]);
 }
 
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(640, 1)
     forward_many(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap down,
                  const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap residual,
                  const __grid_constant__ TensorMap r, const __grid_constant__ TensorMap normed, const u16* matrix, const u16* up_bias, u8* codes,
@@ -211,10 +211,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
   if (thread == 0) {
     prefetch_map(&h), prefetch_map(&up), prefetch_map(&down), prefetch_map(&residual);
     bar.init();
-    up_ring.init(4), down_ring.init(8);
+    up_ring.init(8), down_ring.init(8);
     barrier_init_fence();
   }
-  if (me.group == 1) copy_vectors(vectors, weight, shift, bias, thread % 128);
+  if (me.group == 2) copy_vectors(vectors, weight, shift, bias, thread % 128);
   sync_block();
   cluster_sync();
   wait_for_previous();
@@ -225,14 +225,14 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(512, 1)
     if (me.warp == 1) produce_down(&down, rows, chunks, down_ring, me.rank);
     if (me.warp == 2) produce_rows(&h, matrix, &residual, rows, smem, bar, me);
     if (me.warp == 3) deliver(&a, rows, chunks, smem, bar, me.rank);
-  } else if (me.group == 0) {
-    registers_up<UP_REGISTERS>();
+  } else if (me.group < 2) {
+    registers_down<UP_REGISTERS>();
     const int quarter = me.lane / 8;
     Upward up_half{smem, bar, up_ring, up_bias, codes + WARP_CODES * me.warp + 16 * me.lane, inner, rows, me,
-                   smem + HIDDEN + swizzle128(me.lane % 8 + 8 * (quarter / 2), 2 * me.warp + quarter % 2)};
+                   smem + HIDDEN + me.group * GROUP_BYTES + swizzle128(me.lane % 8 + 8 * (quarter / 2), 2 * me.warp + quarter % 2)};
     up_half.run(Cursor(rows, chunks, me.rank));
   } else {
-    registers_up<(512 - 24 - UP_REGISTERS) / 2>();
+    registers_up<160>();
     Downward down_half{&r, &normed, mean, rstd, eps, rows, chunks, smem, vectors, bar, down_ring, me};
     down_half.run();
   }

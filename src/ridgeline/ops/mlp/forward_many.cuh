@@ -15,7 +15,7 @@ constexpr int HIDDEN = H + 4 * PANEL_BYTES, STREAM = HIDDEN + 2 * PANEL_BYTES, V
 constexpr int VECTOR_BYTES = 2 * WIDTH, BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
 struct Place {
-  int group, warp, lane;  // of warpgroups: -1 copies, 0 multiplies by up's weights, 1 and 2 by down's; warp in it, lane
+  int group, warp, lane;  // of warpgroups: -1 copies, 0 and 1 multiply by up's weights, 2 and 3 by down's; warp in it, lane
   u32 rank;               // in the cluster
 };
 
@@ -38,15 +38,16 @@ struct Barriers {
   u32 base;
   RL_D u32 h_full(int half) const { return base + 8 * half; }
   RL_D u32 h_empty(int half) const { return base + 8 * (2 + half); }
-  RL_D u32 hidden_full(int slot) const { return base + 8 * (4 + slot); }
-  RL_D u32 hidden_empty(int slot) const { return base + 8 * (6 + slot); }
-  RL_D u32 stream_full(int slot) const { return base + 8 * (8 + slot); }
-  RL_D u32 stream_empty(int slot) const { return base + 8 * (10 + slot); }
-  RL_D u32 ring(bool down) const { return base + 8 * (12 + 12 * down); }
+  RL_D u32 stream_full(int slot) const { return base + 8 * (4 + slot); }
+  RL_D u32 stream_empty(int slot) const { return base + 8 * (6 + slot); }
+  RL_D u32 hidden_full(int slot, int rows) const { return base + 8 * (8 + 2 * slot + rows); }  // 64 rows, 0 or 1
+  RL_D u32 hidden_empty(int slot, int rows) const { return base + 8 * (12 + 2 * slot + rows); }
+  RL_D u32 ring(bool down) const { return base + 8 * (16 + 12 * down); }
   RL_D void init() const {
     for (int i = 0; i < 2; ++i) {
-      barrier_init(h_full(i), 1), barrier_init(h_empty(i), 4);
-      barrier_init(hidden_full(i), 4), barrier_init(hidden_empty(i), 9);  // up's warps; down's, and who sends it to memory
+      barrier_init(h_full(i), 1), barrier_init(h_empty(i), 8);
+      for (int n = 0; n < 2; ++n)  // up's warps; down's, and who sends it to memory
+        barrier_init(hidden_full(i, n), 4), barrier_init(hidden_empty(i, n), 5);
       barrier_init(stream_full(i), 1), barrier_init(stream_empty(i), 8);
     }
   }
@@ -143,12 +144,17 @@ RL_D void deliver(const TensorMap* map, int rows, int chunks, u32 smem, Barriers
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk, ++sent) {
       const int slot = sent & 1;
-      barrier_wait(bar.hidden_full(slot), sent >> 1 & 1);
-      if (!elected()) continue;
-      store_2d(map, smem + HIDDEN + slot * PANEL_BYTES, CHUNK * chunk, tiles.row());
-      store_commit();
-      store_wait_read<0>();
-      barrier_arrive(bar.hidden_empty(slot));
+      for (int half = 0; half < 2; ++half) {
+        barrier_wait(bar.hidden_full(slot, half), sent >> 1 & 1);
+        if (!elected()) continue;
+        store_2d(map, smem + HIDDEN + slot * PANEL_BYTES + half * GROUP_BYTES, CHUNK * chunk, tiles.row() + 64 * half);
+        store_commit();
+        if (half == 0) continue;
+        store_wait_read<1>();
+        barrier_arrive(bar.hidden_empty(slot, 0));
+        store_wait_read<0>();
+        barrier_arrive(bar.hidden_empty(slot, 1));
+      }
     }
   if (elected()) store_wait<0>();
 }

@@ -18,20 +18,20 @@ from ridgeline.ops.mlp.kernels import Join
 from ridgeline.ops.mlp.many import TILE_ROWS, WIDTH, blocks
 
 SOURCE = Path(__file__).parent / "forward_many.cu"
-THREADS = 512
+THREADS = 640
 CHUNK = 64  # inner columns at a time
 LEAST_INNER = CHUNK + 1  # two chunks: the first one of a tile is made while its last one waits for rows
-UP_REGISTERS = 168
+UP_REGISTERS = 64
 DOWN_PIECES = 4  # of a chunk of down's weights
 
 
 def boxes() -> tuple[tuple[int, int], ...]:
     """What a copy takes of h, up's and down's weights, a, the residual, r and the next h."""
     rows = (TILE_ROWS, 64)
-    return rows, (64, 64), (128, 128 // DOWN_PIECES), rows, rows, (16, 64), (16, 64)
+    return rows, (64, 64), (128, 128 // DOWN_PIECES), (64, 64), rows, (16, 64), (16, 64)
 
 
-SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 288  # as in the kernel
+SMEM = 6 * CHUNK * WIDTH + 8 * TILE_ROWS * 128 + 3 * WIDTH * 2 + 320  # as in the kernel
 KIND = "MMMMMMMPPPPPPPPfii"
 
 

@@ -15,8 +15,7 @@ struct Cursor {
 };
 
 // The accumulators hold the chunk's transpose, as `stationary`'s do (codes are in their order): a thread has in
-// acc[4 j + 2 h + e] row 8 j + 2 (l % 4) + e of inner column 16 w + l / 4 + 8 h. There are two sets, so that one chunk's
-// products run under the GELU of the chunk before.
+// acc[4 j + 2 h + e] row 8 j + 2 (l % 4) + e, of the warpgroup's 64, of inner column 16 w + l / 4 + 8 h.
 struct Upward {
   u32 smem;
   Barriers bar;
@@ -28,7 +27,7 @@ struct Upward {
   u32 matrix;  // where this lane's row of four 8 × 8 matrices lies in the hidden layer's slot
   float shift[2];  // its bias
   int made = 0;  // chunks of the hidden layer
-  u32 code[8];  // of half a chunk
+  u32 code[8];
 
   RL_D void load_bias(int chunk) {
 #pragma unroll
@@ -38,98 +37,72 @@ struct Upward {
     }
   }
 
-  // 16 rows, 8 j and on, of the chunk before: j even. Their codes are the half's `place` and the next.
-  RL_D void activate_rows(const float (&old)[ROWS / 2], int j, int place) {
+  // 16 rows, 8 j and on: j even.
+  RL_D void activate_rows(const float (&acc)[32], int j) {
     u32 out[4], slope[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float v0 = old[4 * j + 2 * i] + shift[i % 2], v1 = old[4 * j + 2 * i + 1] + shift[i % 2];
+      float v0 = acc[4 * j + 2 * i] + shift[i % 2], v1 = acc[4 * j + 2 * i + 1] + shift[i % 2];
       slope[i] = activate<GELU_TANH, true>(v0, v1);
       out[i] = pack_pair(v0, v1);
     }
     store_matrices_transposed(matrix + (made & 1) * PANEL_BYTES + j * 1024, out[0], out[1], out[2], out[3]);
-    code[place] = encode_slopes(slope[0], slope[1]);
-    code[place + 1] = encode_slopes(slope[2], slope[3]);
+    code[j] = encode_slopes(slope[0], slope[1]);
+    code[j + 1] = encode_slopes(slope[2], slope[3]);
   }
-
-  RL_D void store_codes(int chunk, int row) const {
+  // What a product has left. The fence would wait for codes that are on their way: they go behind it.
+  RL_D void activate_chunk(const float (&acc)[32], int chunk, int row) {
+    barrier_wait(bar.hidden_empty(made & 1, me.group), (made >> 1 & 1) ^ 1);
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) activate_rows(acc, j);
+    fence_async();
+    sync_warp();
+    if (me.lane == 0) barrier_arrive(bar.hidden_full(made & 1, me.group));
+    ++made;
     if (row >= rows) return;
-    u8* place = codes + 128 * static_cast<i64>(code_line(CHUNK * chunk, row, inner));
+    u8* place = codes + 128 * static_cast<i64>(code_line(CHUNK * chunk, row + 64 * me.group, inner));
 #pragma unroll
     for (int part = 0; part < 2; ++part)
       *reinterpret_cast<uint4*>(place + part * HALF_CODES) =
           uint4{code[4 * part], code[4 * part + 1], code[4 * part + 2], code[4 * part + 3]};
   }
-  // The chunk before is there for others. The fence waits for codes that are on their way: the last ones go behind it.
-  RL_D void give() {
-    fence_async();
-    sync_warp();
-    if (me.lane == 0) barrier_arrive(bar.hidden_full(made & 1));
-    ++made;
-  }
-  // A quarter of the chunk before, in whose tile `row` is the first: 32 rows.
-  RL_D void activate_quarter(const float (&old)[ROWS / 2], int quarter, int chunk, int row) {
-    const int half = quarter / 2;
-    if (quarter == 0) {
-      load_bias(chunk);
-      barrier_wait(bar.hidden_empty(made & 1), (made >> 1 & 1) ^ 1);
-    }
-#pragma unroll
-    for (int j = 4 * quarter; j < 4 * quarter + 4; j += 2) activate_rows(old, j, j % 8);
-    if (quarter == 3) give();
-    if (quarter % 2 == 1) store_codes(chunk, row + 64 * half);
-  }
 
-  // Products of a quarter of the width, begun.
-  RL_D void multiply(float (&acc)[ROWS / 2], const Cursor& now, int quarter) {
-    ring.wait();
-    if (now.chunk == 0 && quarter % 2 == 0) barrier_wait(bar.h_full(quarter / 2), now.tiles.round & 1);
-    // Reckoned anew: sixteen operands that never change would take registers, not instructions.
-    const u64 a = operand_k_major(ring.address()), b = operand_k_major(warp_uniform(smem) + H + quarter * PANEL_BYTES);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step)  // an operand's address is in units of 16 bytes
-      wgmma<ROWS, 0, 0>(acc, a + 2 * step, b + 2 * step, quarter + step > 0);
-    wgmma_commit();
+  RL_D void release(int slot, bool ends_half, int half) const {
+    if (me.lane != 0) return;
+    ring.release(slot);
+    if (ends_half) barrier_arrive(bar.h_empty(half));
   }
-  RL_D void release(const Cursor& now, int quarter) {
-    wgmma_wait<0>();
-    if (me.lane == 0) {
-      ring.release(ring.slot);
-      if (quarter % 2 == 1 && now.last()) barrier_arrive(bar.h_empty(quarter / 2));
-    }
-    ring.advance();
-  }
-
-  // Products of a chunk into `acc`, and meanwhile what is left to do of the chunk before (if OLD).
-  template <bool OLD>
-  RL_D void chunk(float (&acc)[ROWS / 2], const float (&old)[ROWS / 2], const Cursor& now, int before, int row) {
+  RL_D void multiply(float (&acc)[32], const Cursor& now) {
+    int last = 0;
 #pragma unroll
     for (int quarter = 0; quarter < UP_PIECES; ++quarter) {
-      multiply(acc, now, quarter);
-      if (OLD) activate_quarter(old, quarter, before, row);
-      release(now, quarter);
-    }
-    wgmma_touch(acc);
-  }
-  RL_D void finish(const float (&old)[ROWS / 2], int before, int row) {
+      ring.wait();
+      if (now.chunk == 0 && quarter % 2 == 0) barrier_wait(bar.h_full(quarter / 2), now.tiles.round & 1);
+      const u64 a = operand_k_major(ring.address());
+      const u64 b = operand_k_major(warp_uniform(smem) + H + quarter * PANEL_BYTES + me.group * GROUP_BYTES);
+      wgmma_fence();
 #pragma unroll
-    for (int quarter = 0; quarter < UP_PIECES; ++quarter) activate_quarter(old, quarter, before, row);
+      for (int step = 0; step < 4; ++step)  // an operand's address is in units of 16 bytes
+        wgmma<64, 0, 0>(acc, a + 2 * step, b + 2 * step, quarter + step > 0);
+      wgmma_commit();
+      if (quarter > 0) {
+        wgmma_wait<1>();
+        release(last, quarter == 2 && now.last(), 0);
+      }
+      last = ring.slot;
+      ring.advance();
+    }
+    wgmma_wait<0>();
+    wgmma_touch(acc);
+    release(last, now.last(), 1);
   }
 
   RL_D void run(Cursor now) {
-    float even[ROWS / 2], odd[ROWS / 2];
-    if (!now.tiles.valid()) return;
-    chunk<false>(even, odd, now, 0, 0);
-    while (true) {
-      int before = now.chunk, row = now.tiles.row();
-      now.advance();
-      if (!now.tiles.valid()) return finish(even, before, row);
-      chunk<true>(odd, even, now, before, row);
-      before = now.chunk, row = now.tiles.row();
-      now.advance();
-      if (!now.tiles.valid()) return finish(odd, before, row);
-      chunk<true>(even, odd, now, before, row);
+    float acc[32];
+    for (; now.tiles.valid(); now.advance()) {
+      load_bias(now.chunk);
+      multiply(acc, now);
+      activate_chunk(acc, now.chunk, now.tiles.row());
     }
   }
 };
