@@ -43,11 +43,11 @@ OWN = [  # each block fetches all of its weights
 NO_GELU = (UP, ACTIVATE, "slope[i] = half_pair(v0, v1);")
 LITTLE_UP = (UP, "step < 4; ++step", "step < 1; ++step")
 LITTLE_DOWN = (MAIN, "step < 8 / DOWN_PIECES; ++step", "step < 1; ++step")
-PROBES = {  # name: changes; the first five are right; "wide": down's weights in pieces of 16 KB
+PROBES = {  # name: changes; the first five are right; "narrow": down's weights in pieces of 8 KB
     "whole": [],
-    "wide": [],
+    "narrow": [],
     "own": OWN,
-    "own, wide": OWN,
+    "own, narrow": OWN,
     "last rows first": [(LAYOUT, "(2 * pair + rank) * ROWS", "(2 * (pairs - 1 - pair) + rank) * ROWS")],
     "without GELU": [NO_GELU],
     "without codes": [(UP, "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
@@ -228,7 +228,7 @@ def sources(changes):
 
 
 def pieces(key):
-    return 2 if "wide" in key else PIECES
+    return 4 if "narrow" in key else PIECES
 
 
 def probes(names):

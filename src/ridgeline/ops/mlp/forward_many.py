@@ -22,7 +22,7 @@ THREADS = 640
 CHUNK = 64  # inner columns at a time
 LEAST_INNER = CHUNK + 1  # two chunks: the first one of a tile is made while its last one waits for rows
 UP_REGISTERS = 64
-DOWN_PIECES = 4  # of a chunk of down's weights
+DOWN_PIECES = 2  # of a chunk of down's weights
 
 
 def boxes() -> tuple[tuple[int, int], ...]:
