@@ -228,7 +228,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(640, 1)
   } else if (me.group < 2) {
     registers_down<UP_REGISTERS>();
     const int quarter = me.lane / 8;
-    Upward up_half{smem, bar, up_ring, up_bias, codes + WARP_CODES * me.warp + 16 * me.lane, inner, rows, me,
+    Upward up_half{smem, bar, up_ring, up_bias, codes + WARP_CODES * me.warp, inner, rows, me,
                    smem + HIDDEN + me.group * GROUP_BYTES + swizzle128(me.lane % 8 + 8 * (quarter / 2), 2 * me.warp + quarter % 2)};
     up_half.run(Cursor(rows, chunks, me.rank));
   } else {

@@ -21,7 +21,7 @@ struct Upward {
   Barriers bar;
   UpRing ring;
   const u16* bias;
-  u8* codes;  // of this lane in a tile of codes
+  u8* codes;  // of this warp in a tile of codes
   int inner, rows;
   Place me;
   u32 matrix;  // where this lane's row of four 8 × 8 matrices lies in the hidden layer's slot
@@ -60,7 +60,7 @@ struct Upward {
     if (me.lane == 0) barrier_arrive(bar.hidden_full(made & 1, me.group));
     ++made;
     if (row >= rows) return;
-    u8* place = codes + 128 * static_cast<i64>(code_line(CHUNK * chunk, row + 64 * me.group, inner));
+    u8* place = codes + 16 * me.lane + 128 * static_cast<i64>(code_line(CHUNK * chunk, row + 64 * me.group, inner));
 #pragma unroll
     for (int part = 0; part < 2; ++part)
       *reinterpret_cast<uint4*>(place + part * HALF_CODES) =
