@@ -60,7 +60,8 @@ struct Upward {
     if (me.lane == 0) barrier_arrive(bar.hidden_full(made & 1, me.group));
     ++made;
     if (row >= rows) return;
-    u8* place = codes + 16 * me.lane + 128 * static_cast<i64>(code_line(CHUNK * chunk, row + 64 * me.group, inner));
+    u8* place = codes + 16 * (threadIdx.x % 32) +  // the lane, read anew: one register more would be spilled
+                128 * static_cast<i64>(code_line(CHUNK * chunk, row + 64 * me.group, inner));
 #pragma unroll
     for (int part = 0; part < 2; ++part)
       *reinterpret_cast<uint4*>(place + part * HALF_CODES) =
