@@ -1,11 +1,11 @@
 // An MLP's forward pass with the join behind it, for many rows of width 256 and bf16, for sm_90a:
 //   u = h Wupᵀ + b,  a = gelu(u) and GELU's derivative in codes, written;  r = residual + a Wdownᵀ + b, rounded;  h = norm(r).
 //
-// A tile is 128 rows, a block of four warpgroups. One makes the hidden layer, 64 inner columns at a time, in shared memory;
-// two multiply it by down's weights, 64 whole rows each in their accumulators, and make the join; the fourth starts copies.
-// So the hidden layer is written and never read, its GELU runs beside products, and under the join up's products go on until
-// both slots for the hidden layer are full. Two blocks of a cluster take tiles one below the other and fetch half of the
-// weights for both.
+// A tile is 128 rows, a block five warpgroups. Two make the hidden layer, 64 rows each and 64 inner columns at a time, in
+// shared memory; two multiply it by down's weights, 64 whole rows each in their accumulators, and make the join; the fifth
+// starts copies. So the hidden layer is written and never read, its GELU runs beside products, and under the join up's
+// products go on until both slots for the hidden layer are full. Two blocks of a cluster take tiles one below the other and
+// fetch weights by turns for both.
 //
 // The residual is added among the products, 64 columns at a time, through the two slots that the results leave by: what
 // becomes of a row is in the accumulators when the last product is done. Rows in shared memory lie as panels of 64 columns

@@ -1,4 +1,4 @@
-// The warpgroup of forward_many.cu that makes the hidden layer: 64 inner columns of 128 rows at a time.
+// The warpgroups of forward_many.cu that make the hidden layer: 64 inner columns of 64 rows each at a time.
 #pragma once
 #include "forward_many.cuh"
 
