@@ -40,9 +40,10 @@ from ridgeline.ops.dropout import dropout
 from ridgeline.ops.embedding import embedding
 from ridgeline.ops.inputs import InputColumns, input_layer
 from ridgeline.ops.linear import doubles, gemm, linear, wgrad
+from ridgeline.ops.linear.codes import codes_empty
 from ridgeline.ops.linear.products import aligned_empty, slope_empty
 from ridgeline.ops.linear.reduce import Job
-from ridgeline.ops.mlp import Mlp, Norm, kernels, many, mlp_half, norm_project, project_join
+from ridgeline.ops.mlp import Mlp, Norm, forward_many, kernels, many, mlp_half, norm_project, project_join
 from ridgeline.ops.norm import norm, residual_norm
 from ridgeline.ops.policy_heads import HeadWeights, policy_heads
 
@@ -164,6 +165,24 @@ def project_many():
     )
     many.project_many_backward_raw(matrix(N, K), matrix(K, C), gradient)
     assert torch.isfinite(gradient.dr_NC.cpu()).all()
+
+
+@case
+def mlp_many():
+    if DEVICE == "cpu":
+        return
+    N, C = 700, 256
+    vector, matrix = lambda width=C: draw(width).detach(), lambda *shape: draw(*shape).detach()
+    empty = lambda *shape: torch.zeros(shape).cuda()
+    for F, kind in ((1024, "layernorm"), (200, "layernorm"), (512, "rmsnorm")):
+        plain = kind == "layernorm"
+        h, a, out, normed, rstd = matrix(N, C), matrix(N, F), matrix(N, C), matrix(N, C), empty(N)
+        shift, bias, up_bias = (vector(), vector(), vector(F)) if plain else (None, None, None)
+        mean = empty(N) if plain else None
+        join = kernels.Join(kind, 1e-5, vector(), shift, bias, matrix(N, C), out, normed, mean, rstd, None)
+        codes = codes_empty(h, N, F)
+        forward_many.mlp_many_forward_raw(h, matrix(F, C), up_bias, matrix(C, F), codes, a, join, gelu="tanh")
+        assert torch.isfinite(normed.cpu()).all()
 
 
 @case

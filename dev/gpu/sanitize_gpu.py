@@ -43,6 +43,7 @@ JOBS = (
     "step_muon",
     "mlp_rows+mlp_rows_narrow",
     "project_rows+project_many",
+    "mlp_many",
     "rungs_materialised",
     "rungs_fused",
     "step_gpt2_float+step_fast_float",

@@ -63,7 +63,7 @@ _WEIGHTS = EITHER.join(f"{name}.weight_gradient" for name in ("qkv", "out", "mlp
 _OWN: dict[str, tuple[str, str]] = {
     "gemm": ("mlp_up", "mlp_down.input_gradient"),
     "stationary": ("mlp_up", "mlp_down.input_gradient"),
-    "mlp_forward": (f"mlp_up{EITHER}mlp_down",) * 2,
+    **dict.fromkeys(("mlp_forward", "forward_many"), (f"mlp_up{EITHER}mlp_down",) * 2),
     **dict.fromkeys(
         ("mlp_backward", "mlp_many_backward"), (f"mlp_down.input_gradient{EITHER}mlp_up.input_gradient",) * 2
     ),

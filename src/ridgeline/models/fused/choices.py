@@ -14,6 +14,7 @@ from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
 from ridgeline.ops.mlp.many import TURNED
+from ridgeline.ops.mlp import forward_many
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 JOINED = frozenset(("out", "down", "hidden", "qkv"))  # with slopes in codes
@@ -97,7 +98,7 @@ def settle(choices: Choices, plan: StoragePlan) -> Choices:
     """
     if plan.activation:
         return choices
-    choices = replace(choices, rows=choices.rows - {"mlp"})
+    choices = replace(choices, rows=choices.rows - {"mlp"}, joined=choices.joined - {"mlp"})
     if not plan.preactivation:
         return choices
     return replace(choices, mlp="torch", folded=False, joined=parted(choices.joined))
@@ -117,7 +118,7 @@ def _joined(config: DecoderConfig, dtype: torch.dtype, rows: int) -> frozenset[s
     """Products that take their joins with them, of many rows."""
     if config.width != JOINED_WIDTH or config.dropout:
         return frozenset()
-    return JOINED if dtype == torch.bfloat16 and rows % TURNED == 0 else parted(JOINED)
+    return JOINED | {"mlp"} if dtype == torch.bfloat16 and rows % TURNED == 0 else parted(JOINED)
 
 
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
@@ -131,13 +132,15 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow and B * T <= WAVE_TOKENS, narrow and B * T > MANY_TOKENS
     doubles = hopper and dtype == torch.float32
+    coded = hopper and dtype == torch.bfloat16
+    joined = JOINED | {"mlp"} if coded and config.hidden >= forward_many.LEAST_INNER else JOINED
     streams = "cuda" if config.dropout else "residual"  # in fp32: dropout would be a pass of its own
     in_registers = hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K
     out = streams if doubles else _projection(in_registers, few)
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
-        coded=hopper and dtype == torch.bfloat16,
+        coded=coded,
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
         folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,

@@ -25,6 +25,7 @@ from ridgeline.models.fused.joins import (
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.linear import products
 from ridgeline.ops.linear.folded import FoldedNorm
+from ridgeline.ops.mlp import forward_many
 from ridgeline.ops.mlp import kernels as rows
 from ridgeline.ops.mlp import many
 
@@ -56,10 +57,24 @@ def mlp_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> t
             middle.h_NC, weights.up_FC, weights.up_bias_F, weights.down_CF, *hidden, fused, gelu=run.config.gelu
         )
         return hidden, last
+    if "mlp" in run.choices.joined:
+        return _many_forward(run, middle, weights, join)
     hidden = hidden_forward(run, middle, weights)
     if "down" in run.choices.joined:
         return hidden, many_forward(run, hidden.a_NF, weights.down_CF, middle.r_NC, join)
     return hidden, product_join(run, hidden.a_NF, weights.down_CF, middle.r_NC, join, impl=run.choices.rest)
+
+
+def _many_forward(run: Pass, middle: Joined, weights: MlpWeights, join: Join) -> tuple[Hidden, Joined]:
+    """`mlp_forward` by the one kernel for many rows."""
+    N, F = len(middle.h_NC), len(weights.up_FC)
+    kept_NF = products.slope_empty(middle.h_NC, N, F, coded=run.choices.coded)
+    hidden = Hidden(kept_NF, middle.h_NC.new_empty(N, F))
+    fused, last = rows_join(run, middle.r_NC, join)
+    forward_many.mlp_many_forward_raw(
+        middle.h_NC, weights.up_FC, weights.up_bias_F, weights.down_CF, *hidden, fused, gelu=run.config.gelu
+    )
+    return hidden, last
 
 
 def hidden_forward(run: Pass, middle: Joined, weights: MlpWeights) -> Hidden:

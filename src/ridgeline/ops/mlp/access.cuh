@@ -24,6 +24,7 @@ RL_D u32 afresh(u32 value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+RL_D void prefetch_line(const void* pointer) { asm volatile("prefetch.global.L2 [%0];" ::"l"(pointer) : "memory"); }
 RL_D float reciprocal_root(float x) {
   float y;
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -186,13 +186,16 @@ RL_D void load_matrices(u32 (&m)[4], u32 address) {
   const Matrices all(address);
   for (int q = 0; q < 4; ++q) m[q] = load<u32>(all.row(8 * q + machine.lane() / 4) + machine.lane() % 4 * 4, all.by);
 }
-RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) {
+template <int COUNT>
+RL_D void store_transposed(u32 address, const u32 (&values)[COUNT]) {
   const Matrices all(address);
-  const u32 values[2] = {a, b}, column = machine.lane() / 4 * 2;
-  for (int m = 0; m < 2; ++m)
+  const u32 column = machine.lane() / 4 * 2;
+  for (int m = 0; m < COUNT; ++m)
     for (int e = 0; e < 2; ++e)
       store<u16>(all.row(8 * m + machine.lane() % 4 * 2 + e) + column, static_cast<u16>(values[m] >> (16 * e)), all.by);
 }
+RL_D void store_matrix_pair_transposed(u32 address, u32 a, u32 b) { store_transposed<2>(address, {a, b}); }
+RL_D void store_matrices_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) { store_transposed<4>(address, {a, b, c, d}); }
 RL_D void load_matrices_transposed(u32 (&m)[4], u32 address) {
   const Matrices all(address);
   for (int q = 0; q < 4; ++q) {

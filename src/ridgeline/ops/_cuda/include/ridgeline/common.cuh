@@ -30,6 +30,10 @@ RL_HD constexpr u32 swizzle64(u32 row, u32 chunk) { return row * 64 + ((chunk ^ 
 RL_HD constexpr u64 operand_k_major(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
+// K-major under the 64-byte swizzle: rows of 32 elements of K.
+RL_HD constexpr u64 operand_k_major_64(u32 address) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (32ull << 32) | (2ull << 62);
+}
 RL_HD constexpr u64 operand_mn_major(u32 address, u32 stride) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(stride >> 4) << 16) | (64ull << 32) | (1ull << 62);
 }
