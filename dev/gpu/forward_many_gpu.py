@@ -48,7 +48,7 @@ PROBES = {  # name: changes; the first five are right; "narrow": down's weights 
     "narrow": [],
     "own": OWN,
     "own, narrow": OWN,
-    "last rows first": [(LAYOUT, "(2 * pair + rank) * ROWS", "(2 * (pairs - 1 - pair) + rank) * ROWS")],
+    "last rows first": [(LAYOUT, "TilesOf<false>", "TilesOf<true>")],
     "without GELU": [NO_GELU],
     "without codes": [(UP, "    if (row >= rows) return;\n", "    if (row >= 0) return;\n")],
     "without rows ahead": [(LAYOUT, "bool AHEAD = true", "bool AHEAD = false")],

@@ -45,10 +45,10 @@ struct Clock {
   }
 };
 """
-LAYOUT, UP, MAIN = "forward_many.cuh", "forward_many_up.cuh", "forward_many.cu"
+PLACE, LAYOUT, UP, MAIN = "many_place.cuh", "forward_many.cuh", "forward_many_up.cuh", "forward_many.cu"
 CHANGES = [
-    (LAYOUT, "struct Place {\n", CLOCK + "struct Place {\n"),
-    (LAYOUT, "  u32 rank;               // in the cluster\n", "  u32 rank;\n  Clock clock{};\n"),
+    (PLACE, "struct Place {\n", CLOCK + "struct Place {\n"),
+    (PLACE, "  u32 rank;               // in the cluster\n", "  u32 rank;\n  Clock clock{};\n"),
     (LAYOUT, "Ring<PIECES> ring, u32 rank, Copy copy) {\n", "Ring<PIECES> ring, u32 rank, Copy copy) {\n  Clock clock;\n  clock.start();\n"),
     (
         LAYOUT,

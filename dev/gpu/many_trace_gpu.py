@@ -86,9 +86,12 @@ def edit(path, *changes):
 def edit_shared(folder):
     """What both of the MLP's kernels for many rows have."""
     edit(
-        folder / "many.cuh",
+        folder / "many_place.cuh",
         ("struct Place {\n", CLOCK + "struct Place {\n  mutable Clock clock;\n"),
         ("    return {warp_uniform(thread / 128)", "    return {Clock{Clock::now()}, warp_uniform(thread / 128)"),
+    )
+    edit(
+        folder / "many.cuh",
         ("  u32 peer;\n  int slot = 0;", "  u32 peer;\n  Clock clock;\n  int slot = 0;"),
     )
 

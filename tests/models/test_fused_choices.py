@@ -22,7 +22,7 @@ from ridgeline.models.fused import gradients, stack
 from ridgeline.models.fused.choices import JOINED, Choices, choose, parted
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
-from ridgeline.ops.mlp import Norm, head, kernels, many
+from ridgeline.ops.mlp import Norm, forward_many, head, kernels, many
 from ridgeline.ops.mlp.reference import join_of
 from ridgeline.ops.norm.reference import norm_reference
 
@@ -61,10 +61,18 @@ def join_gradient(dh_NC: Tensor, j: kernels.JoinGradient) -> None:
 def mlp_forward(
     h_NC: Tensor, up_FC: Tensor, up_bias_F: Any, down_CF: Tensor, kept: Tensor, a_NF: Tensor, j: Any, *, gelu: str
 ) -> None:
+    slope_NF = torch.empty_like(a_NF)
+    mlp_many_forward(h_NC, up_FC, up_bias_F, down_CF, slope_NF, a_NF, j, gelu=gelu)
+    kernels.keep(slope_NF, kept)
+
+
+def mlp_many_forward(
+    h_NC: Tensor, up_FC: Tensor, up_bias_F: Any, down_CF: Tensor, slope_NF: Tensor, a_NF: Tensor, j: Any, *, gelu: str
+) -> None:
     with torch.enable_grad():
         u_NF = F.linear(h_NC, up_FC, up_bias_F).detach().requires_grad_()
         a = F.gelu(u_NF, approximate="tanh" if gelu == "tanh" else "none")
-        kernels.keep(torch.autograd.grad(a.sum(), u_NF)[0], kept)
+        slope_NF.copy_(torch.autograd.grad(a.sum(), u_NF)[0])
     a_NF.copy_(a.detach())
     join(a_NF @ down_CF.t(), j)
 
@@ -108,6 +116,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(many, "project_many_forward_raw", lambda x, w, j, **_: join(x @ w.t(), j))
     monkeypatch.setattr(many, "project_many_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
     monkeypatch.setattr(many, "mlp_many_backward_raw", mlp_many_backward)
+    monkeypatch.setattr(forward_many, "mlp_many_forward_raw", mlp_many_forward)
     shape = kernels.kept_shape
     monkeypatch.setattr(kernels, "hidden", lambda h, F: (h.new_empty(shape(len(h), F)), h.new_empty(len(h), F)))
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
@@ -164,7 +173,7 @@ def played_products(monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices],
     return played
 
 
-@pytest.mark.parametrize("joined", [JOINED, parted(JOINED)])
+@pytest.mark.parametrize("joined", [JOINED, parted(JOINED), JOINED | {"mlp"}])
 @pytest.mark.parametrize("name", ["learned, tanh", "one key/value head, RMSNorm, no biases"])
 def test_joined_products_are_wired_to_the_same_function(
     played_products: Callable[[Choices], None], name: str, joined: frozenset[str]
@@ -194,7 +203,7 @@ def test_products_of_the_hopper_kernels_are_wired_to_the_same_function(
     "choices",
     [
         Choices(attention="reference", mlp="torch", rows=ROWS, grouped=True),
-        Choices(attention="reference", mlp="cuda", joined=JOINED, grouped=True),
+        Choices(attention="reference", mlp="cuda", joined=JOINED | {"mlp"}, grouped=True),
         hopper("cuda", folded=False),
         hopper("residual", folded=True),
     ],
@@ -251,7 +260,7 @@ def test_joined_products_on_the_card(monkeypatch: pytest.MonkeyPatch, name: str)
         pytest.skip("needs compute capability 9.0")
     model = decoder(WIDE[name], layers=2).cuda()
     chosen = choose(model.config, DEVICE, torch.bfloat16, 257, 256)
-    assert chosen.joined == JOINED
+    assert chosen.joined == JOINED | {"mlp"}
     monkeypatch.setattr(stack, "choose", lambda *_: chosen)
     errs_at_most_one_and_a_half_times_as_pytorch(model)
 
@@ -280,11 +289,11 @@ def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
     config = DecoderConfig(layers=6, width=256, heads=8)
     chosen = choose.__wrapped__(config, torch.device("cuda"), torch.bfloat16, B, 256)
     assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)
-    assert chosen.joined == (JOINED if B > 256 else frozenset())
+    assert chosen.joined == (JOINED | {"mlp"} if B > 256 else frozenset())
     coded = [choose.__wrapped__(config, torch.device("cuda"), d, B, 256).coded for d in (torch.bfloat16, torch.float16)]
-    for dtype, T in ((torch.float16, 256), (torch.bfloat16, 301)):  # "hidden" takes codes, and 32 rows at a time
-        other = choose.__wrapped__(config, torch.device("cuda"), dtype, B, T)
-        assert other.joined == (parted(JOINED) if B > 256 else frozenset())
+    for dtype, T, also in ((torch.float16, 256, set[str]()), (torch.bfloat16, 301, {"mlp"})):
+        other = choose.__wrapped__(config, torch.device("cuda"), dtype, B, T)  # "hidden" and "mlp" take codes, and
+        assert other.joined == (parted(JOINED) | also if B > 256 else frozenset())  # "hidden" 32 rows at a time
     assert coded == [True, False]  # fp16 errs an eighth as much as bf16, less than codes
 
 

@@ -13,8 +13,8 @@ from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
+from ridgeline.ops.mlp.forward_many import LEAST_INNER
 from ridgeline.ops.mlp.many import TURNED
-from ridgeline.ops.mlp import forward_many
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
 JOINED = frozenset(("out", "down", "hidden", "qkv"))  # with slopes in codes
@@ -40,7 +40,7 @@ class Choices:
             gradient of the joint projection).
         joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
             "qkv", or in place of up's of "hidden": down's and up's as one kernel (with `coded`, and multiples of 32
-            rows).
+            rows); and "mlp", the products up and down with all between them (ops/mlp/forward_many; with `coded`).
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS),
             "cuda" (in fp32, by the tensor cores in fp64), "residual" (and the residual written by down).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
@@ -118,7 +118,9 @@ def _joined(config: DecoderConfig, dtype: torch.dtype, rows: int) -> frozenset[s
     """Products that take their joins with them, of many rows."""
     if config.width != JOINED_WIDTH or config.dropout:
         return frozenset()
-    return JOINED | {"mlp"} if dtype == torch.bfloat16 and rows % TURNED == 0 else parted(JOINED)
+    coded = dtype == torch.bfloat16
+    joined = JOINED if coded and rows % TURNED == 0 else parted(JOINED)
+    return joined | {"mlp"} if coded and config.hidden >= LEAST_INNER else joined
 
 
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
@@ -132,15 +134,13 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
     narrow = rows_missing(config, device, dtype) is None
     whole_rows, many = few and narrow and B * T <= WAVE_TOKENS, narrow and B * T > MANY_TOKENS
     doubles = hopper and dtype == torch.float32
-    coded = hopper and dtype == torch.bfloat16
-    joined = JOINED | {"mlp"} if coded and config.hidden >= forward_many.LEAST_INNER else JOINED
     streams = "cuda" if config.dropout else "residual"  # in fp32: dropout would be a pass of its own
     in_registers = hopper and max(config.width, config.heads * config.head_dim) <= LARGEST_K
     out = streams if doubles else _projection(in_registers, few)
     return Choices(
         attention=attention_impl,
         mlp="cuda" if hopper else "torch",
-        coded=coded,
+        coded=hopper and dtype == torch.bfloat16,
         qkv="cuda" if hopper and (config.bias or config.width <= LARGEST_K) else "torch",
         out=out,
         folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,

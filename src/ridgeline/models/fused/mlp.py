@@ -25,9 +25,8 @@ from ridgeline.models.fused.joins import (
 from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.linear import products
 from ridgeline.ops.linear.folded import FoldedNorm
-from ridgeline.ops.mlp import forward_many
+from ridgeline.ops.mlp import forward_many, many
 from ridgeline.ops.mlp import kernels as rows
-from ridgeline.ops.mlp import many
 
 
 class MlpWeights(NamedTuple):

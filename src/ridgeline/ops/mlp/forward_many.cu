@@ -23,7 +23,7 @@ struct Downward {
   u32 smem, vectors;
   Barriers bar;
   DownRing ring;
-  Place me;    // group 2 or 3
+  Place me;       // group 2 or 3
   int taken = 0;  // chunks of the hidden layer
 
   // A warp's 16 rows × 64 columns in a slot of the stream, of which this lane has four 8 × 8 matrices of columns
@@ -188,14 +188,6 @@ struct Downward {
   }
 };
 
-// The norm's scale and shift and the branch's bias, one after the other.
-RL_D void copy_vectors(u32 vectors, const u16* weight, const u16* shift, const u16* bias, int thread) {
-  const u16* sources[3] = {weight, NORM_BIAS ? shift : nullptr, BRANCH_BIAS ? bias : nullptr};
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (sources[i]) store_shared_u32(vectors + i * VECTOR_BYTES + 4 * thread, reinterpret_cast<const u32*>(sources[i])[thread]);
-}
-
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(640, 1)
     forward_many(const __grid_constant__ TensorMap h, const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap down,
                  const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap residual,
@@ -204,8 +196,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(640, 1)
   const u32 smem = dynamic_smem(), vectors = smem + VECTORS;
   const Barriers bar{smem + BARRIERS};
   const int thread = threadIdx.x, chunks = ceil_div(inner, CHUNK);
-  // The same for a whole warp, as the compiler has to know: operands' descriptors are made of it.
-  const Place me{warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32, cluster_rank()};
+  const Place me = Place::here();
   const UpRing up_ring(smem + UP, bar.ring(false), me.rank);
   const DownRing down_ring(smem + DOWN, bar.ring(true), me.rank);
   if (thread == 0) {
@@ -214,7 +205,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(640, 1)
     up_ring.init(8), down_ring.init(8);
     barrier_init_fence();
   }
-  if (me.group == 2) copy_vectors(vectors, weight, shift, bias, thread % 128);
+  if (me.group == 2) copy_vectors(vectors, weight, NORM_BIAS ? shift : nullptr, BRANCH_BIAS ? bias : nullptr, thread % 128);
   sync_block();
   cluster_sync();
   wait_for_previous();

@@ -1,38 +1,18 @@
-// What forward_many.cu is made of: shared memory, the tiles that a cluster works on, barriers, rings of weights, and the copies.
+// What forward_many.cu is made of: shared memory, barriers, rings of weights, and the copies.
 #pragma once
-#include "access.cuh"
+#include "many_place.cuh"
 
 #include "../linear/slope_codes.cuh"
 
-using namespace rl;
-
 constexpr bool AHEAD = true;  // rows of h come into L2 before they can come into shared memory
-constexpr int WIDTH = 256, ROWS = 128, CHUNK = 64;                     // of a block's tile; inner columns at a time
+constexpr int ROWS = 128, CHUNK = 64;                                   // of a block's tile; inner columns at a time
 constexpr int PANEL_BYTES = ROWS * 128, GROUP_BYTES = PANEL_BYTES / 2;  // 64 columns of all rows, of a warpgroup's 64
 constexpr int UP_PIECES = 4, RING_BYTES = 48 * 1024;                    // pieces of a chunk of up's weights; each ring
 constexpr int UP = 0, DOWN = UP + RING_BYTES, H = DOWN + RING_BYTES;
 constexpr int HIDDEN = H + 4 * PANEL_BYTES, STREAM = HIDDEN + 2 * PANEL_BYTES, VECTORS = STREAM + 2 * PANEL_BYTES;
-constexpr int VECTOR_BYTES = 2 * WIDTH, BARRIERS = VECTORS + 3 * VECTOR_BYTES;
+constexpr int BARRIERS = VECTORS + 3 * VECTOR_BYTES;
 
-struct Place {
-  int group, warp, lane;  // of warpgroups: -1 copies, 0 and 1 multiply by up's weights, 2 and 3 by down's; warp in it, lane
-  u32 rank;               // in the cluster
-};
-
-// The four lanes of a row have its sum each.
-RL_D float row_sum(float x) {
-  x += shuffle_xor(x, 1);
-  return x + shuffle_xor(x, 2);
-}
-
-// The pairs of tiles that a cluster works on; `row`: the first of this block's tile.
-struct Tiles {
-  int pair, pairs, rank, round = 0;
-  RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 2 * ROWS)), rank(static_cast<int>(rank)) {}
-  RL_D bool valid() const { return pair < pairs; }
-  RL_D int row() const { return (2 * pair + rank) * ROWS; }
-  RL_D void advance() { pair += gridDim.x / 2, ++round; }
-};
+using Tiles = TilesOf<false>;
 
 struct Barriers {
   u32 base;

@@ -1,38 +1,14 @@
-// What kernels for many rows of width 256 share: whole rows in shared memory, the tiles that a cluster works on, its ring.
+// What kernels for many rows of width 256 share whose whole rows lie in shared memory: the rows, and the cluster's ring.
 // STAGES: slots of the ring.
 #pragma once
-#include "access.cuh"
+#include "many_place.cuh"
+
 #include "columns.cuh"
 
-using namespace rl;
+constexpr int PANELS = WIDTH / 64, PANEL_BYTES = 64 * 128;  // 64 rows × 64 columns
+constexpr int ROWS_BYTES = PANELS * PANEL_BYTES;             // 64 whole rows
 
-constexpr int WIDTH = 256, PANELS = WIDTH / 64, PANEL_BYTES = 64 * 128;  // 64 rows × 64 columns
-constexpr int ROWS_BYTES = PANELS * PANEL_BYTES;                         // 64 whole rows
-constexpr int VECTOR_BYTES = WIDTH * 2;
-
-struct Place {
-  int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
-  u32 rank;               // in the cluster
-  // The same for a whole warp, as the compiler has to know: operands' descriptors are made of it.
-  RL_D static Place here() {
-    const int thread = threadIdx.x;
-    return {warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32, cluster_rank()};
-  }
-  RL_D Place afresh() const {  // see rl::afresh
-    Place place = *this;
-    place.lane = static_cast<int>(rl::afresh(lane));
-    return place;
-  }
-};
-// The pairs of tiles that a cluster works on; `row`: the first of this block's tile. The last rows come first: the kernel
-// before, which goes the other way, has left them in L2, as this one leaves the first rows to the one behind it.
-struct Tiles {
-  int pair, pairs, rank, round = 0;
-  RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 256)), rank(static_cast<int>(rank)) {}
-  RL_D bool valid() const { return pair < pairs; }
-  RL_D int row() const { return 256 * (pairs - 1 - pair) + 128 * rank; }
-  RL_D void advance() { pair += gridDim.x / 2, ++round; }
-};
+using Tiles = TilesOf<true>;
 
 // The ring's barriers, at `base`.
 struct RingBarriers {
@@ -76,12 +52,3 @@ struct SharedRing {
     remote_arrive(bar.empty(which), peer);
   }
 };
-
-// The norm's scale and forward its shift and the branch's bias, one after the other: what a warpgroup's thread copies.
-RL_D void copy_vectors(u32 vectors, const u16* weight, const u16* shift, const u16* bias, int thread) {
-  const u16* sources[3] = {weight, shift, bias};
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (sources[i] && thread < WIDTH / 2)
-      store_shared_u32(vectors + i * VECTOR_BYTES + 4 * thread, reinterpret_cast<const u32*>(sources[i])[thread]);
-}

@@ -28,12 +28,6 @@ struct Lines {
   }
 };
 
-// The four lanes of a row have its sum each.
-RL_D float row_sum(float x) {
-  x += shuffle_xor(x, 1);
-  return x + shuffle_xor(x, 2);
-}
-
 RL_D float half_of(u32 pair, int e) { return e ? pair_high(pair) : pair_low(pair); }
 
 // 1 / σ and μ of this lane's rows, and −μ / σ, which is reckoned when both have come.
