@@ -158,6 +158,7 @@ def test_backward(case: Case, tmp_path: Path) -> None:
     blocks = min(case.grid, B * H)
     bias = torch.cat([y.sum((0, 1)).flatten() for y in x.gradients[:3]])
     assert error(sums[: 4 * blocks].sum(0), bias) < 5e-3
+    assert not sums[: 4 * blocks, H * D : (H + G) * D].any()  # a bias of keys has no gradient
     if x.table is not None:
         by_distance = parts[:blocks].sum(0)[:T]
         assert error(by_distance.flip(0), x.gradients[3][-T:]) < 5e-3

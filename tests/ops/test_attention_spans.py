@@ -145,3 +145,4 @@ def test_backward(x: Spans, tmp_path: Path) -> None:
         assert error(found, expected) < 5e-3
     bias = torch.cat([y.sum((0, 1)).flatten() for y in problem.gradients])
     assert error(columns.sum(0), bias) < 5e-3
+    assert not columns[:, x.H * D : (x.H + x.G) * D].any()  # a bias of keys has no gradient

@@ -159,6 +159,7 @@ def backward(
         launches: of the two kernels; where none are given, spans.py's at width 32 and LAUNCHES[D] else.
         column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
             and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
+            Those of dk are zeros, as they would be without rounding (at head width 64 they are summed).
     """
     (B, T, H, D), G, device = q_BTHD.shape, k_BTGD.shape[2], q_BTHD.device
     if launches is None and spans.WIDTH == D:

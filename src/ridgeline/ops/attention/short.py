@@ -218,6 +218,7 @@ def backward(
         scale, drop: as in `forward`.
         column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
             and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
+            Those of dk are zeros, as they would be without rounding.
     """
     B, T, H, D = q_BTHD.shape
     G = k_BTGD.shape[2]

@@ -122,6 +122,7 @@ def backward(
         scale: of the scores.
         column_sums: fp32 (`column_sum_rows`, (H + 2 G) · D), contiguous, or None: partial sums over all rows of dq, dk
             and dv, side by side; their sum over the first axis is the gradient of the joint projection's bias.
+            Those of dk are zeros, as they would be without rounding.
 
     Raises:
         UnsupportedError: out or a gradient is not laid out so, or out's rows do not begin at multiples of 16 bytes.
