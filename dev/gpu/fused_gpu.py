@@ -23,7 +23,7 @@ OUT = os.environ.get("OUT", "/tmp")
 from ridgeline.engine import TrainStep
 from ridgeline.models import *
 from ridgeline.models.fused import stack
-from ridgeline.models.fused.choices import choose
+from ridgeline.models.fused.choices import JOINED, choose, parted
 from ridgeline.ops.dropout import DropoutState
 from ridgeline.ops.early import early_launches
 from ridgeline.ops.sink import ATTRIBUTE, GradientSink, join
@@ -58,6 +58,7 @@ LARGE = {
     "half slopes": (False, dict(coded=False)),
     "early": (True, {}),
     "joins apart": (False, dict(joined=frozenset())),
+    "mlp apart": (False, dict(joined=parted(JOINED))),
     "mlp rows": (False, dict(rows=frozenset(("mlp",)))),
     "not grouped": (False, dict(joined=frozenset(), grouped=False)),
     "cuBLAS": (True, dict(joined=frozenset(), grouped=False, qkv="torch", out="torch")),

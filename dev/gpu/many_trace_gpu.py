@@ -83,12 +83,21 @@ def edit(path, *changes):
     path.write_text(text)
 
 
+def edit_shared(folder):
+    """What both of the MLP's kernels for many rows have."""
+    edit(
+        folder / "many.cuh",
+        ("struct Place {\n", CLOCK + "struct Place {\n  mutable Clock clock;\n"),
+        ("    return {warp_uniform(thread / 128)", "    return {Clock{Clock::now()}, warp_uniform(thread / 128)"),
+        ("  u32 peer;\n  int slot = 0;", "  u32 peer;\n  Clock clock;\n  int slot = 0;"),
+    )
+
+
 def edit_many(folder):
     """Clocks for project_many."""
+    edit_shared(folder)
     edit(
         folder / "project_many.cuh",
-        ("struct Place {\n", CLOCK + "struct Place {\n  mutable Clock clock;\n"),
-        ("  u32 peer;\n  int slot = 0;", "  u32 peer;\n  Clock clock;\n  int slot = 0;"),
         ("Chunk chunk, Beside beside) {\n", "Chunk chunk, Beside beside) {\n  ring.clock.start();\n"),
         ("      ring.begin();\n", "      ring.begin();\n      ring.clock.mark(0);\n", 2),
         (
@@ -127,7 +136,7 @@ def edit_many(folder):
             "  const Ring own = own_slot(ring, me);\n",
             "  me.clock.mark(7);\n  const Ring own = own_slot(ring, me);\n  me.clock.mark(8);\n",
         ),
-        ("  const Place me{warp", "  Clock::clear();\n  const Place me{Clock{Clock::now()}, warp"),
+        ("  const Place me = Place::here();\n", "  Clock::clear();\n  const Place me = Place::here();\n"),
         ("  wait_for_previous();\n", "  me.clock.mark(0);\n  wait_for_previous();\n  me.clock.mark(10);\n"),
         (
             "#if BACKWARD\n      Statistics",
@@ -216,13 +225,13 @@ PRODUCER = {0: "wait for a free slot", 1: "copies", 2: "ahead", 3: "next tile's"
 WHO = ("weights/x", "held/dy", "rows/sums", "group 0", "group 1")
 
 
-def told(title, trace, us, per):
+def told(title, trace, us, per, consumer=CONSUMER):
     """Prints where each warp's cycles went, over all blocks, per tile or chunk."""
     x = trace.view(132, ACTORS, COUNTERS).double().cpu()
     print(f"{title}: {us:.1f} us with clocks", flush=True)
     lines = {}
     for actor, who in enumerate(WHO):
-        names = CONSUMER if actor > 2 else PRODUCER
+        names = consumer if actor > 2 else PRODUCER
         count = x[:, 3 if actor < 3 else actor, 15].mean().item()
         sums = x[:, actor].mean(0)
         if not sums.any() or not count:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ridgeline.models.fused import stack
-from ridgeline.models.fused.choices import choose
+from ridgeline.models.fused.choices import JOINED, choose, parted
 from ridgeline.ops.linear import stationary, wgrad
 from ridgeline.ops.mlp import many
 
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
 
 
 OLD = Variant(source=before(SOURCE), gradients=before(GRADIENTS), weights=before(WEIGHTS))
-PRODUCTS = frozenset(("out", "down", "up", "qkv"))
+PRODUCTS = JOINED | parted(JOINED)
 VARIANTS = {"apart": OLD._replace(joined=False), "before": OLD, "now": Variant()}
 BOTH = ("before", "now")
 

@@ -34,6 +34,7 @@ def kernel(name: str, phase, *shapes, operator: str = "_Stack", kind: str = "ker
         (kernel("nvjet_sm90", "backward", (512, 131072), (131072, 2048), operator="aten::mm"), "MLP down"),
         (kernel("mlp_forward", "forward"), "MLP up + MLP down"),
         (kernel("mlp_backward", "backward"), "MLP down + MLP up"),
+        (kernel("mlp_many_backward", "backward"), "MLP down + MLP up"),
         (kernel("project_forward", "forward"), "output projection"),
         (kernel("project_backward", "backward"), "QKV"),
         (kernel("weight_gradients", "backward"), "weight gradients"),

@@ -19,7 +19,7 @@ from models.test_fused import (
 )
 from ridgeline.models import DecoderConfig, LanguageConfig, LanguageModel
 from ridgeline.models.fused import gradients, stack
-from ridgeline.models.fused.choices import JOINED, Choices, choose
+from ridgeline.models.fused.choices import JOINED, Choices, choose, parted
 from ridgeline.ops.linear import doubles, products
 from ridgeline.ops.linear.reference import masked
 from ridgeline.ops.mlp import Norm, head, kernels, many
@@ -79,6 +79,13 @@ def mlp_backward(
     join_gradient(du_NF @ up_FC, j)
 
 
+def mlp_many_backward(
+    dz_NC: Tensor, down_CF: Tensor, up_FC: Tensor, slope_NF: Tensor, du_NF: Tensor, j: kernels.JoinGradient
+) -> None:
+    du_NF.copy_(dz_NC @ down_CF * slope_NF)
+    join_gradient(du_NF @ up_FC, j)
+
+
 def grouped(group: Any, also: Any, room: Any = None) -> None:
     targets = [g.dweight_MK for g in group] + [g.dbias_M for g in group if g.dbias_M is not None]
     targets += [job.dst_RC for job in also]
@@ -100,6 +107,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Callable[[Choices], None]:
     monkeypatch.setattr(many, "blocks", lambda *_: 2)
     monkeypatch.setattr(many, "project_many_forward_raw", lambda x, w, j, **_: join(x @ w.t(), j))
     monkeypatch.setattr(many, "project_many_backward_raw", lambda dy, w, j: join_gradient(dy @ w, j))
+    monkeypatch.setattr(many, "mlp_many_backward_raw", mlp_many_backward)
     shape = kernels.kept_shape
     monkeypatch.setattr(kernels, "hidden", lambda h, F: (h.new_empty(shape(len(h), F)), h.new_empty(len(h), F)))
     monkeypatch.setattr(kernels, "mlp_forward_raw", mlp_forward)
@@ -117,12 +125,6 @@ def test_every_choice_is_wired_to_the_same_function(
     played: Callable[[Choices], None], name: str, rows: frozenset[str], grouped: bool
 ) -> None:
     played(Choices(attention="reference", mlp="torch", rows=rows, grouped=grouped))
-    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
-
-
-@pytest.mark.parametrize("name", ["learned, tanh", "one key/value head, RMSNorm, no biases"])
-def test_joined_products_are_wired_to_the_same_function(played: Callable[[Choices], None], name: str) -> None:
-    played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
     equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 
@@ -160,6 +162,15 @@ def played_products(monkeypatch: pytest.MonkeyPatch, played: Callable[[Choices],
         real = getattr(products, raw)
         monkeypatch.setattr(products, raw, lambda *a, real=real, **options: real(*a, **{**options, "impl": "torch"}))
     return played
+
+
+@pytest.mark.parametrize("joined", [JOINED, parted(JOINED)])
+@pytest.mark.parametrize("name", ["learned, tanh", "one key/value head, RMSNorm, no biases"])
+def test_joined_products_are_wired_to_the_same_function(
+    played_products: Callable[[Choices], None], name: str, joined: frozenset[str]
+) -> None:
+    played_products(Choices(attention="reference", mlp="cuda", joined=joined, grouped=True))
+    equals_the_reference_to_rounding(decoder(CONFIGS[name], layers=2))
 
 
 def hopper(out: str, *, folded: bool) -> Choices:
@@ -271,6 +282,9 @@ def test_narrow_blocks_hold_whole_rows_while_each_multiprocessor_has_one_tile(
     assert (chosen.rows, chosen.grouped, chosen.side_stream) == (rows, grouped, False)
     assert chosen.joined == (JOINED if B > 256 else frozenset())
     coded = [choose.__wrapped__(config, torch.device("cuda"), d, B, 256).coded for d in (torch.bfloat16, torch.float16)]
+    for dtype, T in ((torch.float16, 256), (torch.bfloat16, 301)):  # "hidden" takes codes, and 32 rows at a time
+        other = choose.__wrapped__(config, torch.device("cuda"), dtype, B, T)
+        assert other.joined == (parted(JOINED) if B > 256 else frozenset())
     assert coded == [True, False]  # fp16 errs an eighth as much as bf16, less than codes
 
 
@@ -300,7 +314,7 @@ def whole_head(
 def test_the_whole_head_is_wired_to_the_same_function(
     played: Callable[[Choices], None], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    played(Choices(attention="reference", mlp="torch", joined=JOINED, grouped=True))
+    played(Choices(attention="reference", mlp="torch", joined=parted(JOINED), grouped=True))
     monkeypatch.setattr(head, "missing", lambda *_: None)
     monkeypatch.setattr(head, "WIDTH", 24)
     monkeypatch.setattr(head, "norm_head_raw", whole_head)

@@ -33,14 +33,14 @@ class Emulation:
     def __init__(self, folder: Path, compiler: str) -> None:
         self._folder, self._compiler, self._count = folder, compiler, 0
 
-    def maps(self, *tensors: tuple[Tensor, tuple[int, int]]) -> ctypes.Array[EmulatedMap]:
-        """Maps of matrices of 16-bit numbers with boxes of 128-byte rows, one after another."""
+    def maps(self, *tensors: tuple[Tensor, tuple[int, ...]]) -> ctypes.Array[EmulatedMap]:
+        """Maps of 16-bit numbers of rank 2 to 4 with boxes of 128-byte rows, one after another."""
         made = [
             EmulatedMap(
                 x.data_ptr(),
-                (ctypes.c_uint64 * 4)(*x.stride()[::-1], 0, 0),
-                (ctypes.c_uint32 * 4)(*x.shape[::-1], 1, 1),
-                (ctypes.c_uint32 * 4)(*box[::-1], 1, 1),
+                (ctypes.c_uint64 * 4)(*x.stride()[::-1], *[0] * (4 - x.dim())),
+                (ctypes.c_uint32 * 4)(*x.shape[::-1], *[1] * (4 - x.dim())),
+                (ctypes.c_uint32 * 4)(*box[::-1], *[1] * (4 - x.dim())),
                 128,
             )
             for x, box in tensors

@@ -47,7 +47,7 @@ def _place_of_codes(rows: int, columns: int, streaming: bool) -> Tensor:
     down, across = (column % TILE, row % TILE) if streaming else (row % TILE, column % TILE)
     warp, high, lane = across // 16, across % 16 // 8, across % 8 * 4 + down % 8 // 2
     part = down // 8
-    return tile * TILE * TILE + warp * 1024 + part // 4 * 512 + lane * 16 + part % 4 * 4 + 2 * high + down % 2
+    return tile * TILE * TILE + warp * 1024 + part // 4 * 512 + lane * 16 + part % 4 * 4 + down % 2 * 2 + high
 
 
 def coded(slope_MN: Tensor, streaming: bool) -> Tensor:

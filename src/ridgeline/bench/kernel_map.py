@@ -64,7 +64,9 @@ _OWN: dict[str, tuple[str, str]] = {
     "gemm": ("mlp_up", "mlp_down.input_gradient"),
     "stationary": ("mlp_up", "mlp_down.input_gradient"),
     "mlp_forward": (f"mlp_up{EITHER}mlp_down",) * 2,
-    "mlp_backward": (f"mlp_down.input_gradient{EITHER}mlp_up.input_gradient",) * 2,
+    **dict.fromkeys(
+        ("mlp_backward", "mlp_many_backward"), (f"mlp_down.input_gradient{EITHER}mlp_up.input_gradient",) * 2
+    ),
     "project_forward": ("out", "out"),
     "project_backward": ("qkv.input_gradient",) * 2,
     "norm_head": (EITHER.join(("norm", "head", "cross_entropy", "head.input_gradient", "head.weight_gradient")),) * 2,

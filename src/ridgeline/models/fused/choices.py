@@ -13,9 +13,10 @@ from ridgeline.ops import linear, mlp
 from ridgeline.ops.attention import api as attention
 from ridgeline.ops.linear.folded import SHARE
 from ridgeline.ops.linear.stationary import LARGEST_K
+from ridgeline.ops.mlp.many import TURNED
 from ridgeline.ops.mlp.many import WIDTH as JOINED_WIDTH
 
-JOINED = frozenset(("out", "down", "up", "qkv"))
+JOINED = frozenset(("out", "down", "hidden", "qkv"))  # with slopes in codes
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Choices:
             "mlp" (both products, GELU and the joins), "out" (attention's output projection) and "qkv" (the input
             gradient of the joint projection).
         joined: products that do so with many rows (ops/mlp/many): of "out", "down", and the input gradients of "up" and
-            "qkv".
+            "qkv", or in place of up's of "hidden": down's and up's as one kernel (with `coded`, and multiples of 32
+            rows).
         rest: the other products, down and the input gradients of up and of the joint projection: "torch" (cuBLAS),
             "cuda" (in fp32, by the tensor cores in fp64), "residual" (and the residual written by down).
         grouped: weight gradients of many blocks in one launch with every bias's sums, or each by cuBLAS.
@@ -96,12 +98,26 @@ def settle(choices: Choices, plan: StoragePlan) -> Choices:
     if plan.activation:
         return choices
     choices = replace(choices, rows=choices.rows - {"mlp"})
-    return replace(choices, mlp="torch", folded=False) if plan.preactivation else choices
+    if not plan.preactivation:
+        return choices
+    return replace(choices, mlp="torch", folded=False, joined=parted(choices.joined))
+
+
+def parted(joined: frozenset[str]) -> frozenset[str]:
+    """The same without the kernel that makes both of the MLP's input gradients."""
+    return joined - {"hidden"} | {"up"} if "hidden" in joined else joined
 
 
 def _projection(in_registers: bool, few: bool) -> str:
     """What makes attention's output: with many rows it saves a pass over them to write the residual stream with it."""
     return "torch" if not in_registers else "cuda" if few else "residual"
+
+
+def _joined(config: DecoderConfig, dtype: torch.dtype, rows: int) -> frozenset[str]:
+    """Products that take their joins with them, of many rows."""
+    if config.width != JOINED_WIDTH or config.dropout:
+        return frozenset()
+    return JOINED if dtype == torch.bfloat16 and rows % TURNED == 0 else parted(JOINED)
 
 
 @functools.lru_cache(maxsize=256)  # asked in every forward pass, and the probes allocate
@@ -126,7 +142,7 @@ def choose(config: DecoderConfig, device: torch.device, dtype: torch.dtype, B: i
         out=out,
         folded=out == "residual" and not doubles and config.width % SHARE == 0 and not narrow,
         rows=frozenset(("mlp", "out", "qkv") if whole_rows else ()),
-        joined=JOINED if many and config.width == JOINED_WIDTH and not config.dropout else frozenset(),
+        joined=_joined(config, dtype, B * T) if many else frozenset(),
         rest=streams if doubles else "torch",
         grouped=(narrow and few) or many or doubles,
         sums_at_once=hopper,

@@ -26,6 +26,7 @@ from ridgeline.ops.activation import triton as activation
 from ridgeline.ops.linear import products
 from ridgeline.ops.linear.folded import FoldedNorm
 from ridgeline.ops.mlp import kernels as rows
+from ridgeline.ops.mlp import many
 
 
 class MlpWeights(NamedTuple):
@@ -101,7 +102,9 @@ def mlp_backward(
 ) -> Slopes:
     """From behind the join after the MLP to behind `join`, the one before it, with the weights' gradients."""
     wants_sums, before = grads.unsummed(weights.up_bias_F) is not None, None
-    if "mlp" in run.choices.rows:
+    if "hidden" in run.choices.joined:
+        du_NF, partials_PF, before = _many_backward(run, behind, middle, hidden, weights, join, grads)
+    elif "mlp" in run.choices.rows:
         du_NF, partials_PF, before = _rows_backward(run, behind, middle, hidden, weights, join, grads, wants_sums)
     else:
         du_NF, partials_PF = _hidden_backward(run, behind.dbranch_NC, hidden, weights, middle.folded, wants_sums)
@@ -128,6 +131,18 @@ def _rows_backward(
     rows.mlp_backward_raw(dz_NC, weights.up_FC, weights.down_CF, hidden.kept_NF, du_NF, partials_PF, gradient)
     rows_sums(gradient, join, grads)
     return du_NF, partials_PF, before
+
+
+def _many_backward(
+    run: Pass, behind: Slopes, middle: Joined, hidden: Hidden, weights: MlpWeights, join: Join, grads: WeightGradients
+) -> tuple[Tensor, Tensor | None, Slopes]:
+    """The same for many rows, whose sums the weight gradients make."""
+    du_NF = torch.empty_like(hidden.a_NF)
+    partial_rows = many.mlp_partial_rows(len(du_NF), du_NF.device)
+    gradient, before = rows_slopes(run, behind.dr_NC, middle, join, grads, partial_rows)
+    many.mlp_many_backward_raw(behind.dbranch_NC, weights.down_CF, weights.up_FC, hidden.kept_NF, du_NF, gradient)
+    rows_sums(gradient, join, grads)
+    return du_NF, None, before
 
 
 def _hidden_backward(

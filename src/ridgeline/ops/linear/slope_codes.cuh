@@ -2,7 +2,8 @@
 // 1 are exact. Sums in half precision round to whole numbers above 1024; decoding's terms are exact.
 //
 // In memory codes lie as the kernel's threads have them: tiles of 64 rows × 64 columns one after another, an even number
-// of tiles for 64 rows; in a tile 1024 bytes of each of four warps, of which each lane has 16 in either half.
+// of tiles for 64 rows; in a tile 1024 bytes of each of four warps, of which each lane has 16 in either half. Of four codes
+// of two pairs the first of each come first, so that ldmatrix can hand them out the other way (ops/mlp).
 #pragma once
 #include "gelu.cuh"
 
@@ -23,14 +24,14 @@ RL_D void store_shared_16(u32 address, u32 a, u32 b, u32 c, u32 d) {
 }
 #endif
 
-// Four codes of two pairs of slopes in half precision, the first pair lowest.
+// Four codes of two pairs of slopes in half precision: the first slopes of both pairs, then the second ones.
 RL_HD u32 encode_slopes(u32 first, u32 second) {
   const u32 a = half_multiply_add(first, CODES_A_UNIT, CODE_ORIGIN);
   const u32 b = half_multiply_add(second, CODES_A_UNIT, CODE_ORIGIN);
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-  return __byte_perm(a, b, 0x6420);
+  return __byte_perm(a, b, 0x6240);
 #else
-  return (a & 255) | (a >> 8 & 0xff00u) | (b & 255) << 16 | (b >> 16 & 255) << 24;
+  return (a & 255) | (b & 255) << 8 | (a & 255 << 16) | (b >> 16 & 255) << 24;
 #endif
 }
 
@@ -38,9 +39,9 @@ RL_HD u32 encode_slopes(u32 first, u32 second) {
 template <int PAIR>
 RL_HD u32 decode_slopes(u32 codes) {
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
-  const u32 raised = __byte_perm(codes, 0x64646464u, PAIR ? 0x4342 : 0x4140);  // 1024 + code
+  const u32 raised = __byte_perm(codes, 0x64646464u, PAIR ? 0x4341 : 0x4240);  // 1024 + code
 #else
-  const u32 two = codes >> (16 * PAIR), raised = 0x64006400u | (two & 255) | (two & 0xff00u) << 8;
+  const u32 raised = 0x64006400u | (codes >> (8 * PAIR) & 0xff00ffu);
 #endif
   return half_multiply_add(raised, CODE_STEP, ORIGIN_STEPS);
 }

@@ -19,6 +19,11 @@ RL_D uint4 load_here(const void* pointer) {
 RL_D void prefetch_bytes(const void* pointer, u32 bytes) {  // into L2; both at multiples of 16
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(pointer), "r"(bytes) : "memory");
 }
+// A number that the compiler cannot know to be the same as before: what is made of it is made where it is used.
+RL_D u32 afresh(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 RL_D float reciprocal_root(float x) {
   float y;
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -51,6 +56,13 @@ RL_D void store_shared_4(u32 address, float a, float b, float c, float d) {
 RL_D void load_shared_4(float (&v)[4], u32 address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
                : "r"(address) : "memory");
+}
+RL_D void store_global_16(float* pointer, float a, float b, float c, float d) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+RL_D void add_global_16(float* pointer, float a, float b, float c, float d) {  // nobody waits for it
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(pointer), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
 }
 RL_D u32 dynamic_smem() {  // its alignment is known to the linker: addresses fold into constants
   extern __shared__ __align__(1024) char bytes[];

@@ -13,6 +13,7 @@
 // accumulators.
 //
 // Macros: BACKWARD, STAGES, RMS, NORM_BIAS (backward: its sums are wanted), forward BRANCH_BIAS, NORMED (h is wanted).
+#include "many_join.cuh"
 #include "project_many.cuh"
 
 // One lane of a warp: the results of the tile before have left shared memory.
@@ -60,33 +61,6 @@ RL_D void multiply(float (&acc)[WIDTH / 2], int chunks, int round, u32 vectors, 
   if (me.lane == 0) ring.release(last);
 }
 
-// A warp's 16 whole rows in an area of 64: where this lane finds four 8 × 8 matrices, of columns 8 j … 8 j + 15 (j even).
-// A lane has of them what it has in acc[4 j …]: matrix 2 (j % 2) + h is row l / 4 + 8 h.
-struct Lines {
-  u32 start, base, turn;
-  RL_D Lines(u32 area, const Place& me)
-      : start(area + me.warp * 2048), base(start + (me.lane % 16) * 128), turn((me.lane / 16 ^ me.lane % 8) << 4) {}
-  RL_D u32 at(int j) const { return base + j / 8 * PANEL_BYTES + ((j % 8 * 16) ^ turn); }
-  // 64 columns of the rows leave, the ones that end with matrices 2 (j % 2), all written before by the whole warp.
-  RL_D void send(const TensorMap* map, int j, int row, const Place& me) const {
-    if (j % 8 != 6) return;
-    fence_async();
-    sync_warp();
-    if (me.lane == 0) {
-      store_2d(map, start + j / 8 * PANEL_BYTES, j / 8 * 64, row);
-      store_commit();
-    }
-  }
-};
-
-// The four lanes of a row have its sum each.
-RL_D float row_sum(float x) {
-  x += shuffle_xor(x, 1);
-  return x + shuffle_xor(x, 2);
-}
-
-RL_D float half_of(u32 pair, int e) { return e ? pair_high(pair) : pair_low(pair); }
-
 // The warpgroup's own slot of the two behind a tile's last, which has come; the other's is free as far as it is concerned.
 RL_D Ring own_slot(Ring& ring, const Place& me) {
   Ring own = ring;
@@ -123,7 +97,7 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       mean[i % 2] += v[0] + v[1];
     }
     store_matrices(held.at(j), x[0], x[1], x[2], x[3]);
-    held.send(p.r, j, row + 16 * me.warp, me);
+    held.send(j, me, [&](u32 from, int column) { store_2d(p.r, from, column, row + 16 * me.warp); });
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) mean[h] = RMS ? 0.f : row_sum(mean[h]) * (1.f / WIDTH);
@@ -155,91 +129,21 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
       out[i] = pack_pair(fmaf(v[0] * rstd[i % 2], pair_low(w), pair_low(s)), fmaf(v[1] * rstd[i % 2], pair_high(w), pair_high(s)));
     }
     store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
-    held.send(p.h, j, row + 16 * me.warp, me);
+    held.send(j, me, [&](u32 from, int column) { store_2d(p.h, from, column, row + 16 * me.warp); });
   }
 }
 
-struct Backward {
-  const TensorMap* dr;
-  const float *mean, *rstd;
-  float* partials;  // [block][kind][column], rows `stride` apart
-  i64 stride;
-};
-
-// 1 / σ and μ of this lane's rows, and −μ / σ, which is reckoned when both have come.
-struct Statistics {
-  float rstd[2], mean[2], shift[2];
-  RL_D void load(const Backward& p, int row, int rows, const Place& me) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int here = row + 16 * me.warp + me.lane / 4 + 8 * h;
-      rstd[h] = here < rows ? p.rstd[here] : 0.f;
-      mean[h] = !RMS && here < rows ? p.mean[here] : 0.f;
-    }
-  }
-  RL_D void finish() {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) shift[h] = RMS ? 0.f : -mean[h] * rstd[h];
-  }
-};
-
-// acc holds dh. `sums`, over all rows of the warp: of dh · normal and of dh, of column 32 i + 8 (l / 8) + 2 q + l / 4 % 2.
+// acc holds dh.
 RL_D void join(float (&acc)[WIDTH / 2], float (&sums)[KINDS][8], const Statistics& s, const Backward& p, u32 vectors, int row,
                int round, u32 smem, Ring& ring, Barriers bar, const Place& me) {
   const Lines held(smem + HELD + me.group * ROWS_BYTES, me);
-  const u32 weight = vectors + 4 * (me.lane % 4);
-  float inner[2] = {}, plain[2] = {};
   barrier_wait(bar.held_full(me.group), round & 1);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float scale[8] = {}, shift[8] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int j = 4 * i + 2 * half;
-      u32 x[4];
-      load_matrices(x, held.at(j));
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const int which = n / 4, h = n / 2 % 2, e = n % 2, column = 4 * half + 2 * which + e;
-        const u32 w = load_shared_u32(weight + 16 * (j + which));
-        float& d = acc[4 * (j + which) + 2 * h + e];
-        const float normal = fmaf(half_of(x[2 * which + h], e), s.rstd[h], s.shift[h]);
-        scale[column] += d * normal;
-        shift[column] += d;
-        d *= half_of(w, e);
-        inner[h] += d * normal;
-        plain[h] += d;
-      }
-    }
-    sums[0][i] += column_sum(scale, me.lane);
-    if (NORM_BIAS) sums[KINDS - 1][i] += column_sum(shift, me.lane);
-  }
-  float slope[2], offset[2];  // dr = dh'/ σ + slope · r + offset + dresidual
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const float whole = row_sum(inner[h]) * (1.f / WIDTH) * s.rstd[h];
-    slope[h] = -s.rstd[h] * whole;
-    offset[h] = RMS ? 0.f : -s.shift[h] * whole - row_sum(plain[h]) * (1.f / WIDTH) * s.rstd[h];
-  }
+  float plain[2] = {};
+  const Line line = sum_rows<false>(acc, plain, s, vectors, held, held, me,
+                                    [&](int kind, int i, float sum) { sums[kind][i] += sum; });
   const Ring own = own_slot(ring, me);
-  const Lines beside(own.address(), me);
-#pragma unroll
-  for (int j = 0; j < 32; j += 2) {
-    u32 x[4], out[4];
-    load_matrices(x, held.at(j));
-    load_matrices(out, beside.at(j));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* d = acc + 4 * (j + i / 2) + 2 * (i % 2);
-      float v[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        v[e] = fmaf(d[e], s.rstd[i % 2], fmaf(half_of(x[i], e), slope[i % 2], half_of(out[i], e) + offset[i % 2]));
-      out[i] = pack_pair(v[0], v[1]);
-    }
-    store_matrices(held.at(j), out[0], out[1], out[2], out[3]);
-    held.send(p.dr, j, row + 16 * me.warp, me);
-  }
+  finish_rows<false, 0, 32>(acc, line, s, held, Lines(own.address(), me), me,
+                     [&](u32 from, int column) { store_2d(p.dr, from, column, row + 16 * me.warp); });
   if (me.lane == 0) own.release(own.slot);
 }
 
@@ -252,7 +156,7 @@ RL_D void write_sums(const float (&sums)[KINDS][8], const Backward& p, u32 smem,
   for (int kind = 0; kind < KINDS; ++kind)
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      store_shared(mine + (kind * WIDTH + 32 * i + 8 * (me.lane / 8) + 2 * (me.lane % 4) + me.lane / 4 % 2) * 4, sums[kind][i]);
+      store_shared(mine + (kind * WIDTH + 32 * i + sum_column(me)) * 4, sums[kind][i]);
   named_barrier<256>(1);
   const int column = 128 * me.group + 32 * me.warp + me.lane;
 #pragma unroll
@@ -262,15 +166,6 @@ RL_D void write_sums(const float (&sums)[KINDS][8], const Backward& p, u32 smem,
     for (int warp = 0; warp < 8; ++warp) sum += load_shared(area + ((warp * KINDS + kind) * WIDTH + column) * 4);
     p.partials[blockIdx.x * p.stride + kind * WIDTH + column] = sum;
   }
-}
-
-// The norm's scale and forward its shift and the branch's bias, one after the other.
-RL_D void copy_vectors(u32 vectors, const u16* weight, const u16* shift, const u16* bias, int thread) {
-  const u16* sources[3] = {weight, shift, bias};
-#pragma unroll
-  for (int i = 0; i < 3; ++i)
-    if (sources[i] && thread < WIDTH / 2)
-      store_shared_u32(vectors + i * VECTOR_BYTES + 4 * thread, reinterpret_cast<const u32*>(sources[i])[thread]);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
@@ -286,10 +181,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
                          float* mean, float* rstd, float eps, int rows, int chunks) {
 #endif
   const u32 smem = dynamic_smem(), vectors = smem + VECTORS;
-  const Barriers bar{smem + BARRIERS};
+  const Barriers bar{{smem + BARRIERS}};
   const int thread = threadIdx.x;
-  // The same for a whole warp, as the compiler has to know: operands' descriptors are made of it.
-  const Place me{warp_uniform(thread / 128) - 1, warp_uniform(thread / 32 % 4), thread % 32, cluster_rank()};
+  const Place me = Place::here();
   if (thread == 0) {
     prefetch_map(&x), prefetch_map(&w), prefetch_map(&held);
     bar.init();
@@ -325,7 +219,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
       const int row = tiles.row() + 64 * me.group;
 #if BACKWARD
       Statistics statistics;
-      statistics.load(p, row, rows, me);
+      statistics.load(mean, rstd, row + 16 * me.warp + me.lane / 4, 8, rows);
       multiply(acc, chunks, tiles.round, vectors, ring, me);
       statistics.finish();
       join(acc, sums, statistics, p, vectors, row, tiles.round, smem, ring, bar, me);

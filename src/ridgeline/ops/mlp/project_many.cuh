@@ -1,43 +1,17 @@
-// What project_many.cu is made of: shared memory, the tiles that a cluster works on, its barriers and ring, and the copies.
+// What project_many.cu is made of: shared memory, barriers, and the copies.
 #pragma once
-#include "access.cuh"
-#include "columns.cuh"
+#include "many.cuh"
 
-using namespace rl;
-
-constexpr int WIDTH = 256, PANELS = WIDTH / 64, PANEL_BYTES = 64 * 128;  // 64 rows × 64 columns
-constexpr int ROWS_BYTES = PANELS * PANEL_BYTES;                         // 64 whole rows
 constexpr int A_BYTES = 2 * PANEL_BYTES, SLOT_BYTES = A_BYTES + ROWS_BYTES;
-constexpr int HELD = STAGES * SLOT_BYTES, VECTORS = HELD + 2 * ROWS_BYTES, VECTOR_BYTES = WIDTH * 2;
+constexpr int HELD = STAGES * SLOT_BYTES, VECTORS = HELD + 2 * ROWS_BYTES;
 constexpr int BARRIERS = VECTORS + 3 * VECTOR_BYTES;
-constexpr int KINDS = 1 + NORM_BIAS;  // of column sums
 static_assert(HELD % 1024 == 0, "panels begin at multiples of 1024 bytes");
 
-struct Place {
-  int group, warp, lane;  // consumer warpgroup 0 or 1 (the producer's is -1), warp in it, lane
-  u32 rank;               // in the cluster
-};
-// The pairs of tiles that a cluster works on; `row`: the first of this block's tile. The last rows come first: the kernel
-// before, which goes the other way, has left them in L2, as this one leaves the first rows to the one behind it.
-struct Tiles {
-  int pair, pairs, rank, round = 0;
-  RL_D Tiles(int rows, u32 rank) : pair(blockIdx.x / 2), pairs(ceil_div(rows, 256)), rank(static_cast<int>(rank)) {}
-  RL_D bool valid() const { return pair < pairs; }
-  RL_D int row() const { return 256 * (pairs - 1 - pair) + 128 * rank; }
-  RL_D void advance() { pair += gridDim.x / 2, ++round; }
-};
-
-struct Barriers {
-  u32 base;
-  RL_D u32 full(int slot) const { return base + 8 * slot; }
-  RL_D u32 empty(int slot) const { return base + 8 * (STAGES + slot); }
+struct Barriers : RingBarriers {
   RL_D u32 held_full(int group) const { return base + 8 * (2 * STAGES + group); }
   RL_D u32 held_empty(int group) const { return base + 8 * (2 * STAGES + 2 + group); }
   RL_D void init() const {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full(i), 2);    // both producers: each writes into both blocks
-      barrier_init(empty(i), 16);  // both blocks' warps
-    }
+    RingBarriers::init();
     for (int i = 0; i < 2; ++i) {
       barrier_init(held_full(i), 1);
       barrier_init(held_empty(i), 4);
@@ -45,34 +19,7 @@ struct Barriers {
     barrier_init_fence();
   }
 };
-
-struct Ring {
-  u32 smem;
-  Barriers bar;
-  u32 peer;
-  int slot = 0;
-  u32 phase = 0;
-  RL_D Ring(u32 smem, Barriers bar, u32 rank) : smem(smem), bar(bar), peer(rank ^ 1) {}
-  RL_D u32 address() const { return smem + slot * SLOT_BYTES; }
-  RL_D void advance() {
-    if (++slot == STAGES) slot = 0, phase ^= 1;
-  }
-  // Producers: wait until the slot is free in both blocks; one of them says how many bytes will come, and tells the other
-  // block that its own slot of this number was free too.
-  RL_D void begin() const { barrier_wait(bar.empty(slot), phase ^ 1); }
-  RL_D void announce(u32 bytes) const {
-    barrier_expect(full(), bytes);
-    remote_arrive(full(), peer);
-  }
-  RL_D u32 full() const { return bar.full(slot); }
-  RL_D bool ready() const { return warp_uniform(barrier_ready(full(), phase)); }
-  RL_D void wait() const { barrier_wait(full(), phase); }
-  // One lane of a warp that has read slot `which`.
-  RL_D void release(int which) const {
-    barrier_arrive(bar.empty(which));
-    remote_arrive(bar.empty(which), peer);
-  }
-};
+using Ring = SharedRing<SLOT_BYTES, Barriers>;
 
 struct Maps {
   const TensorMap *x, *weight, *held, *beside;  // boxes of 64 × 64; beside: dresidual

@@ -19,6 +19,7 @@ RL_D void copy_5d(u32 destination, const TensorMap* map, int x, int y, int z, in
 }
 RL_D uint4 load_here(const void* pointer) { return *static_cast<const uint4*>(pointer); }
 RL_D void prefetch_bytes(const void*, u32) {}
+RL_D u32 afresh(u32 value) { return value; }
 RL_D float reciprocal_root(float x) { return 1.f / std::sqrt(x); }
 RL_D uint4 load_stream(const uint4* pointer) { return *pointer; }
 RL_D u32 load_shared_u32(u32 address) { return load<u32>(address); }

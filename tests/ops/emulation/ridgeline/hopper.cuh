@@ -253,7 +253,7 @@ inline void check_copy(u32 destination, const TensorMap* map, u32 barrier) {
 }
 inline void check_store(u32 source, const TensorMap* map) {
   const Event by{machine.races.component(emulation::THREAD_COPIES, machine.current), machine.fibers[machine.current].committed + 1};
-  machine.check(machine.races.read(source, 2 * map->box[0] * map->box[1], by, machine.races.of(machine.current), true));
+  machine.check(machine.races.read(source, bytes_of(map), by, machine.races.of(machine.current), true));
 }
 RL_D void copy_4d(u32 destination, const TensorMap* map, int x, int y, int z, int w, u32 barrier) {
   check_copy(destination, map, barrier);
@@ -284,20 +284,28 @@ inline std::shared_ptr<int>& open_stores() {
   if (!open) open = std::make_shared<int>(0);
   return open;
 }
-RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) {
+RL_D void store_4d(const TensorMap* map, u32 source, int x, int y, int z, int w) {
   check_store(source, map);
   auto group = open_stores();
   ++*group;
   machine.copies.push_back([=] {
-    for (u32 row = 0; row < map->box[1]; ++row)
-      for (u32 column = 0; column < map->box[0]; ++column) {
-        const u32 n = row * map->box[0] + column;
-        if (x + column < map->extent[0] && y + row < map->extent[1])
-          const_cast<u16*>(map->base)[(x + column) + (y + row) * map->stride[1]] = shared<u16>(swizzled(source + 2 * n, map->swizzle));
+    const int origin[4] = {x, y, z, w};
+    for (u32 n = 0; n < bytes_of(map) / 2; ++n) {
+      u32 rest = n;
+      bool inside = true;
+      i64 to = 0;
+      for (int k = 0; k < 4; ++k) {
+        const i64 place = static_cast<i64>(origin[k]) + rest % map->box[k];
+        rest /= map->box[k];
+        inside = inside && place >= 0 && place < static_cast<i64>(map->extent[k]);
+        to += place * static_cast<i64>(map->stride[k]);
       }
+      if (inside) const_cast<u16*>(map->base)[to] = shared<u16>(swizzled(source + 2 * n, map->swizzle));
+    }
     --*group;
   });
 }
+RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) { store_4d(map, source, x, y, 0, 0); }
 RL_D void store_commit() {
   auto& fiber = machine.fibers[machine.current];
   fiber.stores.push_back(open_stores()), fiber.open_stores.reset(), ++fiber.committed;

@@ -106,5 +106,7 @@ RL_D void wgmma_wait() {
 }
 template <int COUNT>
 RL_D void wgmma_touch(float (&)[COUNT]) {}
+template <int ROWS, int COUNT>
+RL_D void wgmma_touch(u32 (&)[ROWS][COUNT]) {}
 
 }  // namespace rl

@@ -66,6 +66,10 @@ RL_D void store_2d(const TensorMap* map, u32 source, int x, int y) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x), "r"(y),
                "r"(source) : "memory");
 }
+RL_D void store_4d(const TensorMap* map, u32 source, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z), "r"(w), "r"(source) : "memory");
+}
 RL_D void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int PENDING>
 RL_D void store_wait_read() {  // until the sources of all but PENDING groups may be written again
@@ -151,6 +155,12 @@ template <int COUNT>
 RL_D void wgmma_touch(float (&d)[COUNT]) {
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+// Or operands in registers from being used for something else before it.
+template <int ROWS, int COUNT>
+RL_D void wgmma_touch(u32 (&a)[ROWS][COUNT]) {
+#pragma unroll
+  for (int i = 0; i < ROWS * COUNT; ++i) asm volatile("" : "+r"(a[i / COUNT][i % COUNT])::"memory");
 }
 
 #define RL_REGISTERS_4 "%0, %1, %2, %3"
