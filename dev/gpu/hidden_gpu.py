@@ -109,7 +109,7 @@ class Case:
             here = slice(at, at + 16384)
             du = self.dz[here].double() @ self.down.double() * slope[here].double()
             leaves = [x.double().requires_grad_() for x in (self.r[here], self.scale, torch.zeros_like(self.scale))]
-            h = m.exact_norm(*leaves, self.rms) + (leaves[2] if self.rms else 0)
+            h = m.exact_norm(*leaves, rms=self.rms) + (leaves[2] if self.rms else 0)
             dr, *small = torch.autograd.grad(h, leaves, du @ self.up.double())
             parts.append((du, dr + self.dresidual[here].double()))
             sums = sums + torch.stack(small)

@@ -239,8 +239,16 @@ def test_slopes_are_codes_but_in_whole_rows() -> None:
     bytes_of = lambda batch, precision: step_cost(config, batch=batch, precision=precision).bytes  # noqa: E731
     assert bytes_of(32, "fp16") == bytes_of(32, "bf16")
     assert bytes_of(64, "fp16") - bytes_of(64, "bf16") == 2 * 6 * 64 * 256 * 1024  # written and read
-    half, coded = memory(config, batch=64, precision="fp16").activations, memory(config, batch=64).activations
+    half, coded = (memory(config, batch=64, precision=p).saved["GELU's input or slope"] for p in ("fp16", "bf16"))
     assert half - coded == 6 * 64 * 256 * 1024
+
+
+def test_a_small_head_that_takes_the_last_norm_keeps_neither_its_input_nor_logits() -> None:
+    config = preset("gpt2-c256").model
+    kept = {precision: memory(config, batch=32, precision=precision).saved for precision in ("bf16", "fp16")}
+    assert not {"logits", "head input"} & set(kept["bf16"])
+    rows = 32 * 256
+    assert (kept["fp16"]["logits"], kept["fp16"]["head input"]) == (rows * 2 * 128 * 2, rows * 256 * 2)
 
 
 def test_bytes_of_fp32_are_about_twice_those_of_bf16() -> None:

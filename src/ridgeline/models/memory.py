@@ -100,9 +100,10 @@ def _outside_saved(config: ModelConfig, N: int, store: Storage, plan: StoragePla
     norm = c.width * a + statistics(c.norm) * store.statistic
     saved = {"final norm": norm, "dropout masks": c.width if plan.masks and c.dropout > 0 else 0}
     if isinstance(config, LanguageConfig):
-        saved["head input"] = c.width * a  # kept even where the norm outputs of blocks are not
-        saved["logits"] = logits_bytes(config.vocabulary, N, store, plan)
         saved["indices"] = 2 * INDEX
+        if not plan.joins_head(c, N, store, config.vocabulary):
+            saved["head input"] = c.width * a  # kept even where the norm outputs of blocks are not
+            saved["logits"] = logits_bytes(config.vocabulary, N, store, plan)
         return saved
     columns = sum(category.columns for category in config.categories)
     saved["inputs"] = config.input_width * a
@@ -154,12 +155,14 @@ def _workspace(config: ModelConfig, N: int, T: int, store: Storage, plan: Storag
     attention = (c.qkv_width + c.heads * c.head_dim) * a
     if plan.scores:
         attention += c.heads * T * a * (2 + (c.dropout > 0))
+    language = isinstance(config, LanguageConfig)
+    joined = isinstance(config, LanguageConfig) and plan.joins_head(c, N, store, config.vocabulary)
     # gradients on their way through the block and, apart where there is dropout, through its branches
-    block = N * (max(mlp, attention) + (4 + 2 * (c.dropout > 0)) * c.width * a)
+    block = N * (max(mlp, attention) + (4 - joined + 2 * (c.dropout > 0)) * c.width * a)
     # what is made again is there till the block's end
     block += N * a * (2 * c.width * (not plan.normalised) + c.hidden * (2 - plan.activation - plan.preactivation))
     if plan.fused:  # the last norm's input is gone by then, and so is its result where a head has no use for it
-        block -= N * (1 + isinstance(config, LanguageConfig)) * c.width * a
+        block -= N * (1 + (language and not joined)) * c.width * a
     block += _gathered(c, N, T, store, plan) + _attention_sums(c, N // T, T, store, plan)
     classes = config.vocabulary if isinstance(config, LanguageConfig) else max(h.classes for h in config.heads)
     if plan.loss == "plain":

@@ -9,6 +9,8 @@ from ridgeline.cost import Storage
 from ridgeline.errors import UnsupportedError, nearest
 from ridgeline.models.config import DecoderConfig
 from ridgeline.ops.linear.stationary import LARGEST_K
+from ridgeline.ops.mlp.head import MOST_CLASSES
+from ridgeline.ops.mlp.head import WIDTH as HEAD_WIDTH
 
 Join = Literal["pass", "norm", "product"]
 # Where the row-fused kernels serve, whose slopes have 16 bits.
@@ -66,6 +68,11 @@ class StoragePlan:
         """Whether weight gradients are made by one launch, and all that they read waits for it (likewise)."""
         narrow = c.width <= WAVE_WIDTH and not FEW_TOKENS < rows <= MANY_TOKENS
         return self.fused and (narrow or store.activation == 4)
+
+    def joins_head(self, c: DecoderConfig, rows: int, store: Storage, classes: int) -> bool:
+        """Whether the last norm, a head of few classes and its loss are one kernel (models/fused/language.py)."""
+        fits = c.width == HEAD_WIDTH and classes <= MOST_CLASSES and c.dropout == 0
+        return fits and store.slope < store.activation and self.gathers(c, rows, store)  # bf16 alone
 
 
 # what PyTorch's engines do, and what the engines best, best+lean and best+leanest do

@@ -102,11 +102,13 @@ class _Stack(torch.autograd.Function):
         ctx.kept.demand()
         blocks, final = _unflatten(ctx.flat)
         joins, run = _joins(blocks, final), ctx.run
-        grads, last = WeightGradients(dout_NC.device, run.choices), ctx.joined.pop()
+        grads = WeightGradients(dout_NC.device, run.choices)
         with _launches(run):
-            behind = Slopes(dout_NC, dout_NC)
-            if ctx.whole:
-                behind = join_backward(run, dout_NC.contiguous(), None, last, joins[-1], grads)
+            if ctx.whole:  # what the last join has kept is not held by name: a block's gradient needs the memory
+                behind = join_backward(run, dout_NC.contiguous(), None, ctx.joined.pop(), joins[-1], grads)
+            else:
+                ctx.joined.pop()
+                behind = Slopes(dout_NC, dout_NC)
             for layer in reversed(range(len(blocks))):
                 behind = block_backward(
                     run,
