@@ -6,7 +6,7 @@ import torch
 from ridgeline.models import DecoderConfig
 from ridgeline.models.fused import attention as fused
 from ridgeline.models.fused.choices import attention_missing
-from ridgeline.ops.attention import attention_reference, float32, plain
+from ridgeline.ops.attention import attention_reference, float32, plain, short
 
 
 def test_kernels_without_dropout_are_not_for_models_with_it() -> None:
@@ -16,18 +16,24 @@ def test_kernels_without_dropout_are_not_for_models_with_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("impl", "kernels", "kv_heads"),
-    [("cuda-plain", plain, 1), ("cuda-fp32", float32, 1), ("cuda", plain, 1), ("cuda", plain, 2)],
+    ("impl", "kernels", "kv_heads", "T"),
+    [
+        ("cuda-plain", plain, 1, 20),
+        ("cuda-fp32", float32, 1, 20),
+        ("cuda", plain, 1, 20),
+        ("cuda", plain, 2, fused.PLAIN_LEAST),
+    ],
 )
 @pytest.mark.parametrize("bias", [False, True])
 def test_gradients_reach_the_joint_buffer(
-    impl: str, kernels, kv_heads: int, bias: bool, monkeypatch: pytest.MonkeyPatch
+    impl: str, kernels, kv_heads: int, T: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernels played by the reference: forward and backward take their tensors in this order.
 
-    At head width 32 the kernels for any window serve short ones too, whatever heads share keys.
+    At head width 32 the kernels for any window serve short ones too, with a key head for each head if they are not
+    too short.
     """
-    config = DecoderConfig(width=64, heads=2, kv_heads=kv_heads, layers=1, context=20, positions="learned")
+    config = DecoderConfig(width=64, heads=2, kv_heads=kv_heads, layers=1, context=T, positions="learned")
 
     def forward(q, k, v, out, lse, *, scale):
         out.copy_(attention_reference(q, k, v, None, scale=scale))
@@ -46,8 +52,8 @@ def test_gradients_reach_the_joint_buffer(
     monkeypatch.setattr(plain, "column_sum_rows", lambda *_: 1)
     monkeypatch.setattr(plain, "unsupported", lambda *_: None)
     torch.manual_seed(0)
-    shape = fused.Shape(3, 20, 0.0, None)
-    qkv_NQ, dmixed_NM = torch.randn(60, config.qkv_width), torch.randn(60, 64)
+    shape = fused.Shape(3, T, 0.0, None)
+    qkv_NQ, dmixed_NM = torch.randn(3 * T, config.qkv_width), torch.randn(3 * T, 64)
     results = []
     for name in (impl, "reference"):
         step = fused.ATTENTION[name](config, shape, 0)
@@ -59,3 +65,17 @@ def test_gradients_reach_the_joint_buffer(
     assert (got.partials_PQ is not None) == bias
     if bias:
         assert torch.allclose(got.partials_PQ.sum(0), wanted.partials_PQ.sum(0), atol=1e-4)
+
+
+def test_few_positions_with_a_key_head_for_each_head_take_the_short_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DecoderConfig(width=64, heads=2, layers=1, context=20, positions="learned")
+    taken = []
+    monkeypatch.setattr(plain, "unsupported", lambda *_: None)
+    monkeypatch.setattr(plain, "forward", lambda *_, **__: None)
+    monkeypatch.setattr(short, "workspace_size", lambda *_: 1)
+    monkeypatch.setattr(short, "backward", lambda *_, **__: taken.append("short"))
+    step = fused.KernelAttention(config, fused.Shape(3, fused.PLAIN_LEAST - 1, 0.0, None), 0)
+    rows = 3 * (fused.PLAIN_LEAST - 1)
+    step.forward(torch.randn(rows, config.qkv_width), None)
+    step.backward(torch.randn(rows, 64), bias=False)
+    assert taken == ["short"]

@@ -15,6 +15,10 @@ from ridgeline.ops.attention import float32, plain, short
 from ridgeline.ops.attention.reference import attention_reference
 from ridgeline.ops.dropout import DropoutState
 
+PLAIN_LEAST = (
+    128  # positions from which the backward pass for any window was measured ahead with a key head for each head
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -84,7 +88,7 @@ class KernelAttention:
         short.forward(*self.heads, self.table_RD, out_BTHD, self.lse_BHT, scale=self.scale, drop=self.drop)
 
     def _backward(self, tensors: tuple[Any, ...], dqkv_NQ: Tensor, bias: bool) -> Tensor | None:
-        if self._plain:
+        if self._plain and (self.shape.T >= PLAIN_LEAST or self.config.groups == 1 < self.config.heads):
             return _plain_backward(self, tensors, dqkv_NQ, bias)
         q, k, _ = self.heads
         workspace = dqkv_NQ.new_empty(short.workspace_size(q, k, self.table_RD), dtype=torch.float32)
