@@ -53,6 +53,7 @@ def test_embedding(B: int, T: int, V: int, C: int, positions: bool, p: float, dt
 def test_runs_of_every_length(items: int, V: int) -> None:
     """Runs inside a chunk of 64, across two, across many, and the whole of it; two columns that share a table."""
     from ridgeline.ops.embedding import triton as kernels
+    from ridgeline.ops.embedding.sorted import CHUNK, table_gradient_sorted_raw
 
     ids = draw_ids(items // 2, 2, V=V)
     C = 12
@@ -61,8 +62,8 @@ def test_runs_of_every_length(items: int, V: int) -> None:
     truth = torch.zeros(V, C, dtype=torch.float64, device=DEVICE).index_add_(0, ids.flatten(), flat)
     start = draw(V, C, dtype=torch.float32, seed=2)
     table = start.clone()
-    ends = torch.empty(-(-items // kernels.CHUNK), 2, C, device=DEVICE)
-    kernels.table_gradient_sorted_raw(dout[:, : 2 * C], ids, table, ends)
+    ends = torch.empty(-(-items // CHUNK), 2, C, device=DEVICE)
+    table_gradient_sorted_raw(dout[:, : 2 * C], ids, table, ends)
     torch.testing.assert_close(table.double(), truth + start, rtol=1e-5, atol=1e-5)
     if V <= kernels.ONE_HOT_ROWS:
         table = start.clone()

@@ -154,6 +154,7 @@ def cross_entropy_cases() -> dict[str, Case]:
 def embedding_cases() -> dict[str, Case]:
     from ridgeline.ops._triton.columns import column_sums_kernel
     from ridgeline.ops._triton.columns import config as sums_config
+    from ridgeline.ops.embedding import sorted as by_order
     from ridgeline.ops.embedding import triton as embedding
 
     C = 256
@@ -174,17 +175,17 @@ def embedding_cases() -> dict[str, Case]:
             small,
         ),
         "table gradient, sorted": Case(
-            embedding.table_gradient_sorted_kernel,
+            by_order.table_gradient_sorted_kernel,
             pointers("bf16 dout; i64 order sorted; fp32 dtable ends"),
             {"N": "i32", "K": "i32", "stride": "i32/16", "V": "i32"},
-            {"C": C, "CHUNK": embedding.CHUNK, "BLOCK_C": embedding.SORTED.columns},
-            embedding.SORTED,
+            {"C": C, "CHUNK": by_order.CHUNK, "BLOCK_C": by_order.SORTED.columns},
+            by_order.SORTED,
         ),
         "table gradient, ends": Case(
-            embedding.table_gradient_ends_kernel,
+            by_order.table_gradient_ends_kernel,
             pointers("i64 sorted; fp32 dtable ends"),
             {"N": "i32", "V": "i32"},
-            {"C": C, "CHUNK": embedding.CHUNK, "ROWS": 16, "BLOCK_C": 64},
+            {"C": C, "CHUNK": by_order.CHUNK, "ROWS": 16, "BLOCK_C": 64},
             Launch(rows=1, warps=4),
         ),
         "column sums": Case(

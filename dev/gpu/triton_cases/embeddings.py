@@ -36,7 +36,8 @@ def dtable(N, K, V, C, small):
     import torch
 
     from ridgeline.ops._triton.support import Launch
-    from ridgeline.ops.embedding.triton import small_partials, table_gradient_small_raw, table_gradient_sorted_raw
+    from ridgeline.ops.embedding.sorted import table_gradient_sorted_raw
+    from ridgeline.ops.embedding.triton import small_partials, table_gradient_small_raw
 
     ids = (torch.rand(N, K, device=DEV) ** 3 * V).long()
     d = rand(N, K * C)
