@@ -31,6 +31,18 @@ from ridgeline.ops.known import one
 LossCall = Callable[[Any, DropoutState], Tensor]
 
 
+def compiled(call: LossCall, mode: str) -> LossCall:
+    """The call by torch.compile, a program for each of its shapes.
+
+    Raises:
+        ConfigError: no such mode.
+    """
+    try:
+        return torch.compile(call, mode=mode, dynamic=False)
+    except RuntimeError as error:
+        raise ConfigError(f"torch.compile: {error}") from error
+
+
 def targets_that_count(batch: Any) -> Tensor:
     """fp32 scalar: the share of a part's targets that count, 1 where it has none by that name."""
     if isinstance(batch, Mapping) and "targets" in batch:

@@ -25,7 +25,7 @@ from ridgeline.engine.feed import DrawnFeed, Feed, Signature, Source, signature,
 from ridgeline.engine.flat import FlatParameters
 from ridgeline.engine.memory import described, enough, kept
 from ridgeline.engine.muon import muon_names
-from ridgeline.engine.passes import Cut, Passes, targets_that_count
+from ridgeline.engine.passes import Cut, Passes, compiled, targets_that_count
 from ridgeline.engine.phases import END, Marks, measure, no_mark
 from ridgeline.engine.precision import find_precision, without_autocast
 from ridgeline.engine.reduction import Reduction
@@ -116,13 +116,9 @@ class TrainStep:
         self.precision = find_precision(precision)
         self.replicas = Replicas() if replicas is None else replicas
         rank, world = self.replicas.rank, self.replicas.world
+        names = muon_names(model, optimizer, orthogonal)
         self.flat = FlatParameters(
-            model,
-            compute=self.precision.compute,
-            decays=decays,
-            orthogonal=muon_names(model, optimizer, orthogonal),
-            lanes=lanes,
-            world=world,
+            model, compute=self.precision.compute, decays=decays, orthogonal=names, lanes=lanes, world=world
         )
         self.device = self.flat.device
         scaling = (scale or LossScale()) if self.precision.scaled else None
@@ -139,12 +135,7 @@ class TrainStep:
             self.flat, optimizer, steps=steps, weighted=weight is not None, scale=scaling, seed=seed, whole=whole
         )
         self._user_loss = loss
-        call = self._call_loss
-        if compile is not None:
-            try:
-                call = torch.compile(self._call_loss, mode=compile, dynamic=False)
-            except RuntimeError as error:
-                raise ConfigError(f"torch.compile: {error}") from error
+        call = self._call_loss if compile is None else compiled(self._call_loss, compile)
         self.cut = Cut(accumulate=accumulate, lanes=lanes, rank=rank, world=world, weight=weight)
         device_state = {"seed_step": self.update.seed_step, "loss_scale": self.update.loss_scale}
         self.passes = Passes(call, self.flat, self.precision, self.cut, **device_state, own=loss is None)
@@ -376,12 +367,12 @@ class TrainStep:
         if self._last is None:
             raise ConfigError("no step has been taken; there is no batch to look at")
         stream = self._capture.stream if isinstance(self._capture, CudaCapture) else None
-        compiled, self.passes.loss = self.passes.loss, self._call_loss
+        usual, self.passes.loss = self.passes.loss, self._call_loss
         try:
             with self._undone(), torch.cuda.stream(stream) if stream else contextlib.nullcontext():
                 return first_bad(self.model, self.passes, self._last.feed)
         finally:
-            self.passes.loss = compiled
+            self.passes.loss = usual
 
     def state_dict(self) -> dict[str, Tensor]:
         """Optimiser state and counters, by parameter name; the weights are the model's own `state_dict`."""
