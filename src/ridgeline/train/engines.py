@@ -196,10 +196,7 @@ def engine_step(
             compile=engine.compile,
             seed=seed,
         )
-    if lanes is not None and lanes > 1:
-        raise UnsupportedError(
-            f"lanes={lanes} is the step engine's, and PyTorch's own step has one; set lanes to 1 or 0"
-        )
+    _refuse_lanes(lanes)
     return TorchStep(
         cast(Model, model),
         optimizer,
@@ -217,6 +214,14 @@ def _refuse_own_graphs(engine: Engine, what: str) -> None:
         raise UnsupportedError(
             f"engine {engine.compile} captures graphs of its own, which have no place for {what}; use best, "
             "compile+graph, graph, compile or eager"
+        )
+
+
+def _refuse_lanes(lanes: int | None) -> None:
+    """Raise for several lanes under PyTorch's own step."""
+    if lanes is not None and lanes > 1:
+        raise UnsupportedError(
+            f"lanes={lanes} is the step engine's, and PyTorch's own step has one; set lanes to 1 or 0"
         )
 
 
