@@ -189,6 +189,13 @@ def backward_block(blocks: int, D: int, relative: bool, dropout: bool) -> tuple[
     return (512 if relative else 384), smem
 
 
+def _sum_tables(q_BTHD: Tensor, table: Tensor, d_table_RD: Tensor, grid: int, rows: int) -> None:
+    """The table's gradient from what `grid` thread blocks have left of it in the workspace, `rows` rows each."""
+    hopper.reduction(q_BTHD).kernel("table_gradient", "PPiii", patient=True).launch(
+        (d_table_RD.shape[0],), 256, 0, (table, d_table_RD, grid, rows, q_BTHD.shape[1])
+    )
+
+
 def backward(
     d_out_BTHD: Tensor,
     q_BTHD: Tensor,
@@ -245,8 +252,6 @@ def backward(
     threads, smem = backward_block(blocks, D, table_RD is not None, drop.threshold > 0)
     kernel.launch((grid,), threads, smem, arguments)
     if d_table_RD is not None:
-        hopper.reduction(q_BTHD).kernel("table_gradient", "PPiii", patient=True).launch(
-            (d_table_RD.shape[0],), 256, 0, (table, d_table_RD, grid, 64 * blocks, T)
-        )
+        _sum_tables(q_BTHD, table, d_table_RD, grid, 64 * blocks)
     if grouping == 1:
         hopper.sum_groups((dk_heads, dv_heads), (dk_BTGD, dv_BTGD), H // G, kv_pitch)
