@@ -9,7 +9,6 @@ import pytest
 
 from report import samples
 from ridgeline.errors import ConfigError
-from ridgeline.report.draw import Bar, Gain, ladder
 from ridgeline.report.page import build_page, chapters, circumstances
 from ridgeline.report.palette import LIGHT
 from ridgeline.report.sections import bench_sections, beside_section, headline, overview_section, rungs_of, timed
@@ -262,22 +261,6 @@ def test_a_table_of_anything_has_short_lists_and_what_is_true():
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_a_legend_stays_on_the_page(narrow):
-    """Long names take fewer columns; a change of the first line's model is named without the model."""
-    names = ["shakespeare-fast", *(f"shakespeare-fast+optimizer.algorithm=adamw+optimizer.lr={n}" for n in range(4))]
-    curves = [{"figure": "loss", "name": name, "x": [1, 2], "y": [2.0, 1.0]} for name in names]
-    (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
-    figure = section.chart(LIGHT, narrow)
-    figure.canvas.draw()
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == [
-        names[0], *(name.removeprefix(names[0]) for name in names[1:])
-    ]  # fmt: skip
-    box = legend.get_window_extent()
-    assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
-
-
-@pytest.mark.parametrize("narrow", [False, True])
 def test_names_in_a_legend_leave_out_what_all_share_and_are_broken(narrow):
     shared = "+optimizer.lr=3e-4+optimizer.floor=3e-4+optimizer.warmup=0+optimizer.betas=[0.9,0.999]"
     own = "+optimizer.algorithm=adamw+optimizer.weight_decay=0.01+steps=2400+positions=learned+optimizer.stable=0.5"
@@ -296,29 +279,6 @@ def test_names_in_a_legend_leave_out_what_all_share_and_are_broken(narrow):
         "All with optimizer.lr=3e-4, optimizer.floor=3e-4, optimizer.warmup=0, optimizer.betas=[0.9,0.999].",
     )
     assert axes.get_window_extent().height > 1.5 * figure.dpi  # however many lines the legend takes
-
-
-def test_the_legend_of_a_ladder_names_what_is_here_wherever_it_begins():
-    steps = [Gain(label="m0 → m1", ours=None, article=1.3), Gain(label="m1 → m2", ours=1.2, article=2.1)]
-    bar = Bar(label="m0", value=1.0, role="rung", text="1")
-    (legend,) = ladder([bar], steps, "tokens/s", "article")(LIGHT, False).legends
-    assert [text.get_text() for text in legend.get_texts()] == ["article", "here"]
-
-
-def test_losses_that_hide_each_other_are_drawn_as_differences_too():
-    """Where all were looked at after the same steps: what each has above the first, levels left out."""
-    first = {"figure": "loss", "name": "a", "x": [10, 20], "y": [2.5, 1.5]}
-    level = {"figure": "loss", "name": "2-gram", "x": [0, 20], "y": [2.4, 2.4], "line": True}
-
-    def panels(steps):
-        curves = [first, {**first, "name": "b", "x": steps, "y": [2.75, 1.0]}, level]
-        (section,) = curve_sections(replace(samples.study(), curves=curves), 0)
-        return section.chart(LIGHT, False).axes
-
-    _, lower = panels([10, 20])
-    assert [list(line.get_ydata()) for line in lower.lines] == [[0.0, 0.0], [0.25, -0.5]]
-    assert (lower.get_yscale(), lower.get_ylabel()) == ("linear", "above the first (nats)")
-    assert len(panels([10, 30])) == 1
 
 
 def test_a_figure_beneath_another():
@@ -358,28 +318,6 @@ def test_circumstances_are_told():
     assert said["throttled by"] == "power cap"
     assert "torch 2.11.0+cu130" in said["versions"]
     assert "clock" not in circumstances(replace(samples.ladder(), clocks=None))
-
-
-def test_a_narrow_legend_stays_in_its_drawing_and_lanes_have_a_colour_of_their_own():
-    pytest.importorskip("matplotlib")
-    from ridgeline.report.draw import stacked
-
-    phases = [{"forward": 3.0, "backward": 6.0, "optimizer": 0.2}, {"forward and backward": 8.0, "optimizer": 0.2}]
-    for narrow in (False, True):
-        figure = stacked(["m3", "r16"], phases, "milliseconds")(LIGHT, narrow)
-        figure.canvas.draw()
-        (legend,) = figure.legends
-        assert legend.get_window_extent().x1 <= figure.bbox.x1
-        colours = [handle.get_facecolor() for handle in legend.legend_handles]
-        assert len(set(colours)) == len(colours) == 4
-
-
-def test_lines_without_a_name_are_drawn_without_a_legend():
-    pytest.importorskip("matplotlib")
-    from ridgeline.report.draw import Line, lines
-
-    figure = lines([Line(label="", x=[0, 1], y=[2, 1])], "step", "loss")(LIGHT, False)
-    assert not figure.legends
 
 
 def test_names_are_no_formulas_and_marks_are_plain_numbers():
