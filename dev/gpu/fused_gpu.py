@@ -18,6 +18,7 @@ import sys
 import time
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 OUT = os.environ.get("OUT", "/tmp")
 from ridgeline.engine import TrainStep
@@ -300,8 +301,6 @@ def step(name):
     torch.cuda.synchronize()
     times = turns(train, batch, repeats, 9)
     ms = statistics.median(times)
-    from torch.profiler import ProfilerActivity, profile
-
     with profile(activities=[ProfilerActivity.CUDA]) as prof:
         for _ in range(3):
             train(batch)
