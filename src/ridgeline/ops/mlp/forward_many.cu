@@ -119,7 +119,7 @@ struct Downward {
 
   // acc holds r.
   RL_D void join(float (&acc)[WIDTH / 2], int row) const {
-    float mean[2] = {}, squares[2] = {}, scale[2];
+    float mean[2] = {}, scale[2];
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
       if (panel >= 2) begin_panel(panel);
@@ -137,22 +137,7 @@ struct Downward {
       }
       send_panel(r, panel, row);
     }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) mean[h] = RMS ? 0.f : row_sum(mean[h]) * (1.f / WIDTH);
-#pragma unroll
-    for (int i = 0; i < WIDTH / 2; ++i) {
-      acc[i] -= mean[i / 2 % 2];
-      squares[i / 2 % 2] += acc[i] * acc[i];
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      scale[h] = 1.f / sqrtf(row_sum(squares[h]) * (1.f / WIDTH) + eps);
-      const int here = row + me.lane / 4 + 8 * h;
-      if (me.lane % 4 == 0 && here < rows) {
-        if (!RMS) this->mean[here] = mean[h];
-        rstd[here] = scale[h];
-      }
-    }
+    centre(acc, mean, scale, eps, this->mean, rstd, row, rows, me.lane);
 #pragma unroll
     for (int panel = 0; panel < 4; ++panel) {
       begin_panel(panel);

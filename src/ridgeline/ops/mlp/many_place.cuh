@@ -39,6 +39,29 @@ RL_D float row_sum(float x) {
   return x + shuffle_xor(x, 2);
 }
 
+// acc holds this lane's parts of two rows of r, `mean` their sums: acc −= μ, and 1 / σ, both noted by one of a row's lanes.
+// `row`: the warp's first.
+RL_D void centre(float (&acc)[WIDTH / 2], float (&mean)[2], float (&rstd)[2], float eps, float* means, float* rstds, int row,
+                 int rows, int lane) {
+  float squares[2] = {};
+#pragma unroll
+  for (int h = 0; h < 2; ++h) mean[h] = RMS ? 0.f : row_sum(mean[h]) * (1.f / WIDTH);
+#pragma unroll
+  for (int i = 0; i < WIDTH / 2; ++i) {
+    acc[i] -= mean[i / 2 % 2];
+    squares[i / 2 % 2] += acc[i] * acc[i];
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    rstd[h] = 1.f / sqrtf(row_sum(squares[h]) * (1.f / WIDTH) + eps);
+    const int here = row + lane / 4 + 8 * h;
+    if (lane % 4 == 0 && here < rows) {
+      if (!RMS) means[here] = mean[h];
+      rstds[here] = rstd[h];
+    }
+  }
+}
+
 // The norm's scale and forward its shift and the branch's bias, one after the other: what a warpgroup's thread copies.
 RL_D void copy_vectors(u32 vectors, const u16* weight, const u16* shift, const u16* bias, int thread) {
   const u16* sources[3] = {weight, shift, bias};

@@ -83,7 +83,7 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
                const Place& me) {
   const Lines held(smem + HELD + me.group * ROWS_BYTES, me);
   const u32 weight = vectors + 4 * (me.lane % 4), shift = weight + VECTOR_BYTES;
-  float mean[2] = {}, squares[2] = {};
+  float mean[2] = {};
   barrier_wait(bar.held_full(me.group), round & 1);
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {
@@ -99,23 +99,8 @@ RL_D void join(float (&acc)[WIDTH / 2], const Forward& p, u32 vectors, int row, 
     store_matrices(held.at(j), x[0], x[1], x[2], x[3]);
     held.send(j, me, [&](u32 from, int column) { store_2d(p.r, from, column, row + 16 * me.warp); });
   }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) mean[h] = RMS ? 0.f : row_sum(mean[h]) * (1.f / WIDTH);
-#pragma unroll
-  for (int i = 0; i < WIDTH / 2; ++i) {
-    acc[i] -= mean[i / 2 % 2];
-    squares[i / 2 % 2] += acc[i] * acc[i];
-  }
   float rstd[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    rstd[h] = 1.f / sqrtf(row_sum(squares[h]) * (1.f / WIDTH) + p.eps);
-    const int here = row + 16 * me.warp + me.lane / 4 + 8 * h;
-    if (me.lane % 4 == 0 && here < rows) {
-      if (!RMS) p.mean[here] = mean[h];
-      p.rstd[here] = rstd[h];
-    }
-  }
+  centre(acc, mean, rstd, p.eps, p.mean, p.rstd, row + 16 * me.warp, rows, me.lane);
   if (!NORMED) return;
   if (me.lane == 0) store_wait_read<0>();  // r has left
   sync_warp();
