@@ -129,8 +129,8 @@ class Trial:
         r = a @ self.down.double().t() + take(self.residual) + (0 if self.bias is None else self.bias.double())
         shift = None if self.shift is None else self.shift.double()
         scale = self.scale.double()
-        norm = torch.nn.functional.rms_norm if self.rms else torch.nn.functional.layer_norm
-        h = norm(r, (256,), scale, EPS) if self.rms else norm(r, (256,), scale, shift, EPS)
+        norms = torch.nn.functional
+        h = norms.rms_norm(r, (256,), scale, EPS) if self.rms else norms.layer_norm(r, (256,), scale, shift, EPS)
         return {k: float((take(out[k]) - x).norm() / x.norm()) for k, x in {"a": a, "r": r, "h": h}.items()}
 
     def same(self, first, second):
