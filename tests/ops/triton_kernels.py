@@ -5,21 +5,22 @@ Separate from the tests because the interpreter, which they run in, and the comp
 
 import json
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from ridgeline.ops._triton.compiled import ARCHITECTURES, compile_kernel, transposed_results
+from ridgeline.ops._triton.compiled import ARCHITECTURES, SHARED_LIMIT, compile_kernel, transposed_results
 from ridgeline.ops._triton.support import Launch
 
 
 class Case(NamedTuple):
-    """One launch: kernel, dtype of each pointer ("" where absent) and scalar, constants, launch."""
+    """One launch: kernel, dtype of each pointer ("" where absent) and scalar, constants, launch (by shared memory)."""
 
     kernel: Any
     pointers: dict[str, str]
     scalars: dict[str, str]
     constants: dict[str, Any]
-    launch: Launch
+    launch: Launch | Callable[[int], Launch]
 
 
 def pointers(text: str) -> dict[str, str]:
@@ -254,7 +255,7 @@ def place_gradients_cases() -> dict[str, Case]:
                 "C": 256, "V": 65, "PLACES": embedding.PLACES, "ROWS": embedding.BESIDE.rows, "BLOCK_V": 128,
                 "BLOCK_C": 256, "ACCUMULATE": False,
             },
-            embedding.BESIDE,
+            embedding.beside,
         )
     }  # fmt: skip
 
@@ -361,19 +362,20 @@ def all_cases() -> dict[str, Case]:
 
 def measure(name: str, case: Case, architecture: int) -> dict[str, Any]:
     """One row of the report."""
+    launch = case.launch if isinstance(case.launch, Launch) else case.launch(SHARED_LIMIT[architecture] * 1024)
     result = compile_kernel(
         case.kernel,
         case.pointers,
         case.scalars,
         case.constants,
         architecture=architecture,
-        warps=case.launch.warps,
-        stages=case.launch.stages,
+        warps=launch.warps,
+        stages=launch.stages,
     )
     return {
         "name": name,
         "architecture": architecture,
-        "warps": case.launch.warps,
+        "warps": launch.warps,
         "registers": result.registers,
         "spilled": result.spilled,
         "shared": result.shared,

@@ -87,6 +87,18 @@ def _processors(index: int) -> int:
 
 def processors(device: torch.device) -> int:
     """Multiprocessors of a card; a small odd number where kernels are interpreted."""
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return _processors(torch.cuda.current_device() if device.index is None else device.index)
+    return INTERPRETED_PROGRAMS if device.type != "cuda" else _processors(_index(device))
+
+
+@functools.cache
+def _program_bytes(index: int) -> int:
+    return torch.cuda.get_device_properties(index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+
+
+def program_bytes(device: torch.device) -> int:
+    """Shared memory that a program can have; none is counted where kernels are interpreted."""
+    return 0 if device.type != "cuda" else _program_bytes(_index(device))
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -8,6 +8,8 @@ registers, split along the rows, the parts added in a fixed order. Larger ones s
 # (kernels take Triton values, for which there are no types)
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ridgeline.ops._triton.columns import column_sums_raw
 from ridgeline.ops._triton.early import early_launch, previous_done
-from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors
+from ridgeline.ops._triton.support import Launch, grid_rows, power_of_two, processors, program_bytes
 from ridgeline.ops.dropout.reference import DropoutState, quantise
 from ridgeline.ops.dropout.triton import hidden_keep_tile, site_keys
 from ridgeline.ops.embedding.sorted import CHUNK, table_gradient_sorted_raw
@@ -24,7 +26,10 @@ from ridgeline.ops.norm.triton import forward_config as norm_config
 ONE_HOT_ROWS = 512  # table rows up to which the gradient is a one-hot product
 PLACES = 2  # positions of a program that sums table and positions
 MANY_ITEMS = 65536  # from which it fills a card
-BESIDE = Launch(rows=64, warps=8, columns=256, stages=4)  # of it
+BESIDE = Launch(
+    rows=64, warps=8, columns=256, stages=4
+)  # of it, where a program can have BESIDE_BYTES of shared memory
+BESIDE_BYTES = 160 * 1024
 
 
 @triton.jit(do_not_specialize=["site", "sample_offset", "N"])
@@ -264,6 +269,11 @@ def takes_places(B: int, T: int, V: int, C: int) -> bool:
     return B * T > MANY_ITEMS and max(V + PLACES, C // 2) <= 128
 
 
+def beside(shared_bytes: int) -> Launch:
+    """The launch that sums table and positions, a tile less under way where a program has little shared memory."""
+    return BESIDE if shared_bytes >= BESIDE_BYTES else replace(BESIDE, stages=3)
+
+
 def table_and_place_gradients_raw(
     dout_BTC: Tensor,
     ids_BT: Tensor,
@@ -282,9 +292,9 @@ def table_and_place_gradients_raw(
         dtable_VC, dpositions_RC: fp32.
         partials_PW: fp32, ⌈T / 2⌉ rows of V · C.
         add_table, add_positions: add to what is there instead of writing it.
-        config: launch; None for the frozen one.
+        config: launch; None for the frozen one of the card.
     """
-    (B, T, C), V, config = dout_BTC.shape, len(dtable_VC), config or BESIDE
+    (B, T, C), V, config = dout_BTC.shape, len(dtable_VC), config or beside(program_bytes(dout_BTC.device))
     if not add_positions and len(dpositions_RC) > T:
         dpositions_RC[T:].zero_()
     columns = min(config.columns, max(16, power_of_two(C)))
