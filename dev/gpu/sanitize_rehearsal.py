@@ -59,7 +59,10 @@ class Stream:
 def answer_for_card():
     """What is asked of torch.cuda, the driver and the compilers."""
     properties = types.SimpleNamespace(
-        multi_processor_count=132, total_memory=141 << 30, L2_cache_size=50 << 20, shared_memory_per_block_optin=227 << 10
+        multi_processor_count=132,
+        total_memory=141 << 30,
+        L2_cache_size=50 << 20,
+        shared_memory_per_block_optin=227 << 10,
     )
     answers = {
         "is_available": True, "current_device": 0, "device_count": 1, "get_device_capability": (9, 0),
